@@ -199,14 +199,16 @@ class DataProvider:
         saved = None if made is None else Record.of_checkpoint(load, made)
         self.train_loader = self._open_training_loader(data_config(settings))
         assert self.train_loader is not None, "the first rank reads"
-        grown = state is not None and self.train_loader.has_grown(state)
+        with data_state.name_unsound(load, made or 0):
+            grown = state is not None and self.train_loader.has_grown(state)
         epochs, length = settings.training.num_epochs, "length of the run"
         if saved and saved.value(length, "num_epochs") == epochs and not grown:
             steps = saved.value(length, "train_iters")
             # They stay, because another number of ranks would pack the samples differently.
             if steps and saved.value("batch", "global_batch_size") == batch:
                 return int(steps)
-        remaining = self.train_loader.count_remaining(state) or 0
+        with data_state.name_unsound(load, made or 0):
+            remaining = self.train_loader.count_remaining(state) or 0
         return ((made or 0) if state else 0) - (-remaining // batch)
 
     def _open_validation(self) -> Loader | None:

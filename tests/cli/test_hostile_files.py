@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +29,7 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.arguments.run import CheckpointSettings
 from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.training.checkpoints.resume import explain_load_errors
+from mcore_qwen3vl.training.contract.record import Record
 from mcore_qwen3vl.verification.curves import Job
 from tests.command import exit_code
 from tests.converters.checkpoints import Call
@@ -269,6 +271,33 @@ def test_a_saved_data_state_that_names_code(places: dict[str, Path]) -> None:
     with pytest.raises(BadInput, match="cut short or damaged"):
         data_state._read_state(file)
     assert not places["marker"].exists()
+
+
+UNSOUND = (
+    7,
+    {},
+    {"world_size": [], "num_workers": 0},
+    {"world_size": 0, "num_workers": 0},
+    {"world_size": 1, "num_workers": 0, "rows": 10**300},
+    {"world_size": 1, "num_workers": 0, "end": -1},
+)
+
+
+@pytest.mark.parametrize("state", UNSOUND, ids=str)
+def test_a_saved_data_state_that_no_loader_wrote(state: Any, tmp_path: Path) -> None:
+    torch.save(state, tmp_path / "rank_00000.pt")
+    with pytest.raises(BadInput, match="holds no position in the data that this version wrote"):
+        data_state._read_state(tmp_path / "rank_00000.pt")
+
+
+def test_a_pipe_as_a_saved_data_state(tmp_path: Path) -> None:
+    folder = data_state.folder_of(tmp_path, 3)
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / "run.json")
+    for read in (data_state.first_state_of, Record.of_checkpoint):
+        os.close(os.open(folder / "rank_00000.pt", os.O_CREAT))
+        with pytest.raises(BadInput, match=r"run\.json is a pipe"):
+            read(tmp_path, 3)
 
 
 def test_an_object_of_a_checkpoint_that_names_code(places: dict[str, Path]) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import pickle
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from mcore_qwen3vl.converters.identify import folder_name
 from mcore_qwen3vl.converters.storage.archive import torch_refusal_error
 from mcore_qwen3vl.data.loader import Loader, redistribute
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import atomic_write
+from mcore_qwen3vl.files import atomic_write, refuse_special_files
 
 FOLDER = "dataloader"
 
@@ -80,8 +82,9 @@ def load(
     ranks: int = first["world_size"]
     wanted = range(ranks) if ranks != dp_size else [dp_rank]
     states = [_read_state(_file_of(checkpoints, iteration, rank)) for rank in wanted]
-    state = states[0] if ranks == dp_size else redistribute(states, dp_size)[dp_rank]
-    loader.load_state_dict(state)
+    with name_unsound(checkpoints, iteration):
+        state = states[0] if ranks == dp_size else redistribute(states, dp_size)[dp_rank]
+        loader.load_state_dict(state)
 
 
 def first_state_of(checkpoints: str | Path, iteration: int) -> dict[str, Any] | None:
@@ -93,8 +96,47 @@ def first_state_of(checkpoints: str | Path, iteration: int) -> dict[str, Any] | 
     return _read_state(file) if file.exists() else None
 
 
+_OF_CONTENT = (
+    *(AssertionError, AttributeError, LookupError, OverflowError, RuntimeError, TypeError),
+    *(ValueError, ZeroDivisionError),
+)
+"""What a loader raises for a state with values that no loader wrote."""
+
+
+@contextmanager
+def name_unsound(checkpoints: str | Path, iteration: int) -> Iterator[None]:
+    """Raise BadInput, which names the folder, where a loader cannot take the states in it."""
+    try:
+        yield
+    except _OF_CONTENT as error:
+        raise _unsound(folder_of(checkpoints, iteration), repr(error)) from error
+
+
+def _unsound(place: Path, why: str) -> BadInput:
+    return BadInput(
+        f"{place} holds no position in the data that this version wrote ({why:.200}). Copy it "
+        "again, or load the checkpoint with --finetune to begin with the first record."
+    )
+
+
+_LEAST = {"world_size": 1, "num_workers": 0, "rank": 0, "rows": 0, "start": 0, "first": 0, "end": 0}
+_MOST = 2**62
+
+
+def _require_counts(file: Path, state: Any) -> None:
+    """Raise BadInput for a state whose counts are none: a loader would fail long after."""
+    if not isinstance(state, dict) or "world_size" not in state or "num_workers" not in state:
+        raise _unsound(file, f"a {type(state).__name__} without counts of ranks and workers")
+    for name, least in _LEAST.items():
+        value = state.get(name, least)
+        may_lack = name == "end" and value is None
+        if not may_lack and not (type(value) is int and least <= value < _MOST):
+            raise _unsound(file, f"{name} is {value!r:.40}")
+
+
 def _read_state(file: Path) -> dict[str, Any]:
     """Read a file of :func:`save`, or raise BadInput if it is damaged or not plain data."""
+    refuse_special_files(file.parent)
     try:
         state: dict[str, Any] = torch.load(file, weights_only=True)
     except pickle.UnpicklingError as error:
@@ -106,4 +148,5 @@ def _read_state(file: Path) -> dict[str, Any]:
         ) from None
     except (RuntimeError, EOFError) as error:
         raise BadInput(f"{file} is cut short or damaged ({error}). Copy it again.") from None
+    _require_counts(file, state)
     return state

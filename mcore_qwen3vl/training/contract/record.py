@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import atomic_write, parse_json
+from mcore_qwen3vl.files import atomic_write, parse_json, refuse_special_files
 from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.training.contract.rules import Finding, Steering, Values
 from mcore_qwen3vl.training.contract.table import ROWS, STYLES, Facts, Row
@@ -56,6 +56,7 @@ class Record:
             BadInput: the file is damaged.
         """
         file = data_state.folder_of(checkpoints, iteration) / FILE
+        refuse_special_files(file.parent)
         if not file.exists():
             state = data_state.first_state_of(checkpoints, iteration)
             return None if state is None else cls(_rows_of_state(state))
