@@ -177,6 +177,9 @@ MOST_VALUES = 1_000_000
 """Most values in a YAML file whose aliases are written out."""
 
 
+_MOST_BITS = 1024  # YAML has integers in bases that Python writes no message of
+
+
 def require_spelled_out(content: Any) -> Any:
     """Return what a YAML file holds, if it is not huge with each alias (``*name``) written out.
 
@@ -184,12 +187,14 @@ def require_spelled_out(content: Any) -> Any:
     or prints them in a message, never ends.
 
     Raises:
-        ValueError: it has more than `MOST_VALUES` values, or contains itself.
+        ValueError: it has more than `MOST_VALUES` values or a huge integer, or contains itself.
     """
     sizes: dict[int, int] = {}
 
     def size(value: Any) -> int:
         if not isinstance(value, list | dict):
+            if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+                raise ValueError("it has an integer of hundreds of digits")
             return 1
         if (known := sizes.get(id(value))) is not None:
             if not known:

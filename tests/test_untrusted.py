@@ -252,6 +252,9 @@ def test_aliases_that_stand_for_billions(key: str, tmp_path: Path) -> None:
     file.write_text("datasets: &a [*a]\n")
     with pytest.raises(BadInput, match="it contains itself"):
         parse_sources([str(file)])
+    file.write_text(f"datasets: [{{path: a.jsonl, weight: {hex(10**5000)}}}]")
+    with pytest.raises(BadInput, match="an integer of hundreds of digits"):
+        parse_sources([str(file)])
 
 
 def test_names_of_shards_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from contextlib import closing, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate, islice
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -84,6 +85,7 @@ def ensure_index(path: Path) -> Path:
     if not _needs_index(path):
         return path
     if _has_index(path):
+        _require_fresh_tars(path)
         _require_single_files(path, path)
         return path
     stand_in = cache_of(path) / path.absolute().name  # in another folder once the data change
@@ -112,6 +114,7 @@ def index_beside(path: Path) -> None:
         if not _has_index(path):
             _refuse_links_of_index(path)
             _index_once(path)
+        _require_fresh_tars(path)
         _require_single_files(path, path)
 
 
@@ -236,6 +239,40 @@ def _require_single_files(path: Path, indexed: Path) -> None:
     with suppress(OSError):  # it is looked for again
         seen.parent.mkdir(parents=True, exist_ok=True)
         seen.touch()
+
+
+def _require_fresh_tars(path: Path) -> None:
+    """Raise BadInput for a tar that was written anew after the index beside it, with other samples.
+
+    A copy may be younger than its index as well, so that the content decides.
+    """
+    if not path.is_dir():
+        return
+    for tar in files_below(path, (".tar",)):
+        index = tar.with_name(tar.name + ".idx")
+        if not index.is_file() or index.stat().st_mtime_ns >= tar.stat().st_mtime_ns:
+            continue
+        if not _fits(np.fromfile(index, np.uint64).tolist(), tar):
+            raise BadInput(
+                f"{tar} was written after its index, which has other samples. Remove "
+                f"{path / '.nv-meta'} and {index.name}, or make them anew with energon prepare."
+            )
+
+
+_LOOKED_AT = 16  # samples of a tar whose places are compared with the index
+
+
+def _fits(offsets: list[int], tar: Path) -> bool:
+    """Return whether samples of a tar begin where an index says, and it ends there."""
+    with tar.open("rb") as file:
+        for place in offsets[:-1][:: max(1, len(offsets) // _LOOKED_AT)]:
+            file.seek(place)
+            try:
+                tarfile.TarInfo.frombuf(file.read(512), "utf-8", "surrogateescape")
+            except tarfile.HeaderError:
+                return False
+        file.seek(offsets[-1] if offsets else 0)
+        return not any(file.read(512))
 
 
 def _lists_files(indexed: Path) -> bool:
@@ -481,15 +518,17 @@ def tars_of_splits(path: Path) -> dict[str, list[str]] | None:
 
 
 _MOST_SHARDS = 10_000_000
+_RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)")
 
 
 def _spelled_out(names: Iterable[str], file: Path) -> list[str]:
     """Return names of tars, of which one may stand for many, as ``{000..999}.tar`` does."""
-    each = (one for name in names for one in braceexpand(name))
-    found = list(islice(each, _MOST_SHARDS + 1))
-    if len(found) > _MOST_SHARDS:
+    names = list(names)
+    # Before `braceexpand` makes all of a range. Of 18 digits no product here is too large to make.
+    ranges = ([abs(int(b[:18]) - int(a[:18])) + 1 for a, b in _RANGE.findall(n)] for n in names)
+    if any(prod(sizes) > _MOST_SHARDS for sizes in ranges):
         raise BadInput(f"{file} names more than {_MOST_SHARDS:,} tars: correct its braces.")
-    return found
+    return [one for name in names for one in braceexpand(name)]
 
 
 def _visible_files(folder: Path) -> Iterator[Path]:

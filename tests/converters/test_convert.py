@@ -134,7 +134,8 @@ def test_dtype_is_converted_with_its_declaration(
 @pytest.mark.parametrize("section", ["text_config", "vision_config"])
 def test_a_section_that_states_another_dtype_is_put_right(section: str) -> None:
     """transformers follows the top level, and vLLM the language model's section."""
-    config: Any = {"dtype": "bfloat16", "text_config": {}, "vision_config": {}}
+    config: Any = {"model_type": "qwen3_vl", "dtype": "bfloat16"}
+    config |= {"text_config": {}, "vision_config": {}}
     held = [TensorSpec(torch.bfloat16, (3, 5)), TensorSpec(torch.float32, (7,))]
     assert dtype_to_state(config, held) is None
     config[section]["dtype"] = "float32"

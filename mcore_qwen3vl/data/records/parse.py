@@ -212,6 +212,12 @@ def join_parts(parts: Mapping[str, Any], record: Any) -> Any:
     """Return a WebDataset sample's record, with its media and caption filled in from its parts."""
     if record is not None and not isinstance(record, Mapping):
         return record
+    if record is None and (dotted := sorted(name for name in parts if name.endswith(".json"))):
+        raise BadSample(
+            f"its parts are {', '.join(dotted)[:200]}: in a tar, the name of a sample ends at its "
+            "first dot, so that files with further dots in their names become one sample. Write "
+            "the names with _ in place of those dots."
+        )
     record = dict(record or {})
     if {"messages", "conversations", "texts", "chosen", "query", "completion"} & record.keys():
         return record

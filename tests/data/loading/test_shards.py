@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +205,27 @@ def test_of_many_some_are_named_and_the_others_counted(tmp_path: Path) -> None:
         *(f"{number:02}.json (no part of it is read)" for number in range(10)),
         "2 more (no part of it is read)",
     ]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_tar_that_was_written_after_its_index(count: int, tmp_path: Path) -> None:
+    def write(samples: int) -> None:
+        record = json.dumps({"text": "a" * 700 * samples}).encode()
+        write_tar(tmp_path / "0.tar", [(f"{n}.json", record) for n in range(samples)])
+
+    write(2)
+    readers.index_beside(tmp_path)
+    later = time.time_ns() + 10**9
+    os.utime(tmp_path / "0.tar", ns=(later, later))  # as a copy may be
+    assert readers.ensure_index(tmp_path) == tmp_path
+    write(count)
+    os.utime(tmp_path / "0.tar", ns=(later, later))
+    with pytest.raises(BadInput, match=r"0\.tar was written after its index"):
+        readers.ensure_index(tmp_path)
+
+
+def test_names_with_further_dots_are_named(tmp_path: Path, processor: Any) -> None:
+    record = json.dumps({"text": "a"}).encode()
+    write_tar(tmp_path / "0.tar", [("v1.5.json", record), ("v1.6.json", record)])
+    (bad,) = check_data(tmp_path, processor, DataConfig(seq_length=64)).bad
+    assert "its parts are 5.json, 6.json: in a tar, the name of a sample ends at" in str(bad)
