@@ -85,11 +85,10 @@ def resumed_data_begin_anew(patch: pytest.MonkeyPatch) -> None:
 def resumed_adam_counts_from_zero(patch: pytest.MonkeyPatch) -> None:
     from mcore_qwen3vl.training import optimizer
 
-    def own_groups(part: Any, saved: Any) -> Any:
-        groups = part.optimizer.state_dict()["param_groups"]
-        return [{**group, "step": 0} if "step" in group else group for group in groups]
+    def from_zero(original: Any, *args: Any) -> Any:
+        return [{**group, "step": 0} if "step" in group else group for group in original(*args)]
 
-    patch.setattr(optimizer, "_own_groups", own_groups)
+    around(patch, optimizer, "_own_groups", from_zero)
 
 
 @fault

@@ -94,7 +94,7 @@ def length(rng: Random, case: Case) -> Case:
     """The steps of the run, or its epochs, and its global batch."""
     micro = int(case.value("--micro-batch-size"))
     batch = micro * rng.choice((2, 2, 4))
-    if rng.random() < 0.3:
+    if rng.random() < 0.2:
         return replace(case, batch=batch, flags=(*case.flags, ("--num-epochs", rng.choice("12"))))
     return replace(case, batch=batch, steps=rng.choice((1, 2, 2, 3, 4)))
 
@@ -132,7 +132,7 @@ def further_flags(rng: Random, case: Case) -> Case:
     """Up to two of all flags that reach a run, with values at and beyond their borders."""
     named = {name for name, *_ in case.flags}
     free = [flag for flag in drawable() if flag.name not in named]
-    some = rng.sample(free, rng.choice((0, 0, 1, 1, 2)))
+    some = rng.sample(free, rng.choice((0, 0, 0, 1, 1, 2)))
     return replace(case, flags=(*case.flags, *(flag.draw(rng) for flag in some)))
 
 
@@ -148,7 +148,7 @@ def layout(rng: Random, case: Case) -> Case:
 
 def stop(rng: Random, case: Case) -> Case:
     """An early end, after which the run goes on, in every second case under another layout."""
-    if case.has("--num-epochs") or rng.random() < 0.6:
+    if case.has("--num-epochs") or rng.random() < 0.45:
         return case
     case = replace(case, steps=max(case.steps, 3))
     how = rng.choice(("saved", *get_args(How)))

@@ -270,12 +270,14 @@ def _last_line(text: str) -> str:
 # The plain loop.
 
 _TOKEN_LOSSES = ("cross_entropy", "weighted_cross_entropy", "scaled_cross_entropy")
-_LOGGED = {"dpo": "dpo loss", "simpo": "simpo loss"}
-_BETAS = {"dpo": (0.1, 0.0), "simpo": (2.0, 1.0)}
+_LOGGED = {
+    "dpo": "dpo loss", "simpo": "simpo loss", "orpo": "orpo loss", "embedding": "contrastive loss",
+}  # fmt: skip
+_BETAS = {"dpo": (0.1, 0.0), "simpo": (2.0, 1.0), "orpo": (0.1, 0.0)}
 """The documented defaults of beta and gamma."""
 _KNOWN = {
     "--lr", "--adam-beta1", "--adam-beta2", "--adam-eps", "--weight-decay", "--clip-grad",
-    "--loss", "--packing", "--no-balance", "--no-shuffle", "--seed", "--micro-batch-size",
+    "--loss", "--task", "--packing", "--no-balance", "--no-shuffle", "--seed", "--micro-batch-size",
     "--pad-to-longest", "--num-workers", "--seq-length", "--num-epochs", "--freeze", "--trainable",
     "--max-bad-fraction", "--moe-aux-loss-coeff", "--fp32", "--use-distributed-optimizer",
     "--packing-buffer", "--vision-lr-mult", "--aligner-lr-mult", "--lr-decay-style", "--min-lr",
@@ -288,12 +290,15 @@ def plain_loop(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     """A loop of transformers and AdamW over the same records gives the same loss and norm."""
     if not outcome.finished or not outcome.log or (recipe := _recipe(case, outcome)) is None:
         return None
-    named, pairs = dict(zip(case.names, case.parsed, strict=True)), recipe.loss in _LOGGED
-    steps = []
+    named, sizes = dict(zip(case.names, case.parsed, strict=True)), _sequences(case)
+    steps: list[list[dict[str, Any]]] = []
     for step in sorted(outcome.log):
-        names = [sample.name for sample in outcome.samples.get(step, ())]
-        names = names[::2] if pairs else names  # both sides of a pair have its name
-        steps.append([named[name] for name in names])
+        steps.append([])
+        sequences = iter(outcome.samples.get(step, ()))
+        for sample in sequences:
+            steps[-1].append(named[sample.name])
+            for _ in range(sizes[sample.name] - 1):
+                next(sequences)  # the others of a record have its name, too
     if not all(steps):
         return None  # a step without a record that can be used
     theirs = _plainly(bench, plain.train, outcome.model, steps, outcome.media, recipe)
@@ -327,10 +332,11 @@ def _recipe(case: Case, outcome: Outcome) -> plain.Recipe | None:
     for name, *_ in case.flags:
         if name not in _KNOWN and not computes_the_same(name):
             return None
-    loss, style = case.value("--loss", "cross_entropy"), case.value("--lr-decay-style")
+    loss = case.value("--task") or case.value("--loss", "cross_entropy")
+    style = case.value("--lr-decay-style")
     if case.is_moe and loss not in _LOGGED and float(case.value("--moe-aux-loss-coeff", "1")):
         return None
-    if case.has("--task") or loss not in (*_TOKEN_LOSSES, *_LOGGED) or _cuts(case):
+    if loss not in (*_TOKEN_LOSSES, *_LOGGED) or _cuts(case):
         return None
     if style not in ("constant", "linear", "cosine") or case.has("--num-epochs"):
         return None
@@ -441,20 +447,23 @@ def converted_end(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     saved, exported = (sorted((outcome.folder / name).glob("iter_*")) for name in ("save", "hf"))
     if not saved or not exported:
         return f"it saved {len(saved)} checkpoints and exported {len(exported)} models"
+    # The layers of further tokens are no part of a checkpoint; those of a task's head are none of
+    # the model's config.
+    config = None if case.has("--task") else outcome.model
     (text,) = run_layout(
-        _compare_conversion, 1, outcome.model, saved[-1], exported[-1], timeout=bench.timeout
+        _compare_conversion, 1, config, saved[-1], exported[-1], timeout=bench.timeout
     )
     return text
 
 
-def _compare_conversion(model: Path, saved: Path, exported: Path) -> str | None:
+def _compare_conversion(config: Path | None, saved: Path, exported: Path) -> str | None:
     """Return how the tensors of a checkpoint's conversion differ from those of an export."""
     from safetensors.torch import load_file
 
     from mcore_qwen3vl.converters.convert import mcore_to_hf
 
     mine = saved.parent / "converted"
-    mcore_to_hf(saved, mine, hf_config=model)
+    mcore_to_hf(saved, mine, hf_config=config)
     a, b = (
         {
             name: value
@@ -554,7 +563,10 @@ def judge(
     """Run a case, and return the first oracle's verdict that finds it wrong."""
     outcome = bench.run(case)
     for oracle in oracles:
-        text = oracle(case, outcome, bench)
+        try:
+            text = oracle(case, outcome, bench)
+        except Exception as error:
+            text = f"it cannot be judged: {type(error).__name__}: {_last_line(str(error))}"
         if text is not None:
             return outcome, Verdict(oracle.__name__, text)
     return outcome, None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,7 +129,7 @@ class Recipe:
     """What a loop does with its samples.
 
     Attributes:
-        loss: a loss of tokens, or of pairs.
+        loss: a loss of tokens or of pairs, or ``embedding``.
         style, warmup, steps, min_lr: the schedule: its decay, the steps in which the rate rises
             from 0, and the step at which it has fallen to `min_lr`.
         trained: whether a parameter trains, by the part it is in.
@@ -182,7 +182,7 @@ def train(
 ) -> list[dict[str, float]]:
     """Train on the records of each step; return the loss, the norm and the rate of each.
 
-    The loss of a step is a sum over its tokens or pairs, divided once.
+    The loss of a step is a sum over its tokens or records, divided once.
     """
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -207,11 +207,9 @@ def train(
         one.grad = torch.zeros_like(one)  # a step without a picture steps the tower, too
     for done, records in enumerate(steps):
         samples = [encode_all(processor, record, folder) for record in records]
-        whole = sum(_divisor(some, recipe.loss) for some in samples)
         optimizer.zero_grad(set_to_none=False)
         total = 0.0
-        for some in samples:
-            loss = _sum_of(model, reference, some, recipe) / whole
+        for loss in _losses_of_step(model, reference, samples, recipe):
             loss.backward()
             total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(named.values(), recipe.clip or math.inf)
@@ -224,8 +222,36 @@ def train(
     return found
 
 
+def _losses_of_step(
+    model: Any, reference: Any, samples: Sequence[Sequence[Encoded]], recipe: Recipe
+) -> Iterator[Tensor]:
+    """Yield parts of a step's loss, of which one is computed at a time."""
+    if recipe.loss == "embedding":
+        yield _contrastive_loss(model, samples)
+        return
+    whole = sum(_divisor(some, recipe.loss) for some in samples)
+    for some in samples:
+        yield _sum_of(model, reference, some, recipe) / whole
+
+
+def _contrastive_loss(model: Any, samples: Sequence[Sequence[Encoded]]) -> Tensor:
+    """Return sentence-transformers' ``MultipleNegativesRankingLoss`` of queries and documents."""
+    body = model.base_model.model.model if hasattr(model, "peft_config") else model.model
+    embedded = [
+        [F.normalize(body(**one.inputs).last_hidden_state[0, -1], dim=0) for one in some]
+        for some in samples
+    ]
+    documents = torch.stack([document for _, *some in embedded for document in some])
+    firsts = [sum(len(some) - 1 for some in embedded[:index]) for index in range(len(embedded))]
+    cosines = torch.stack([query for query, *_ in embedded]) @ documents.T
+    return F.cross_entropy(20.0 * cosines, torch.tensor(firsts))
+
+
 def encode_all(processor: Any, record: Mapping[str, Any], folder: Path) -> list[Encoded]:
-    """Encode a record: a pair of answers is two sequences, the chosen one first."""
+    """Encode a record: a query and its documents, or two answers, the chosen one first."""
+    if "query" in record:
+        texts = [record["query"], record["positive"], *record.get("negatives", [])]
+        return [_encode_prompt(processor, text, folder) for text in texts]
     if "chosen" not in record:
         return [encode(processor, record, folder)]
     asked = record.get("messages") or [{"role": "user", "content": record["prompt"]}]
@@ -240,6 +266,21 @@ def encode_all(processor: Any, record: Mapping[str, Any], folder: Path) -> list[
         )
         for side in ("chosen", "rejected")
     ]
+
+
+def _encode_prompt(processor: Any, text: str | Mapping[str, str], folder: Path) -> Encoded:
+    """Encode a text with an image before it, or either alone, as a prompt."""
+    given = {"text": text} if isinstance(text, str) else text
+    parts = [
+        {"type": kind, kind: str(folder / given[kind]) if kind == "image" else given[kind]}
+        for kind in ("image", "text")
+        if kind in given
+    ]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": parts}], tokenize=True, return_dict=True,
+        return_tensors="pt", add_generation_prompt=True,
+    )  # fmt: skip
+    return Encoded(dict(inputs), torch.zeros(inputs["input_ids"].shape[1]))
 
 
 def _groups(named: Mapping[str, Tensor], recipe: Recipe) -> list[dict[str, Any]]:
@@ -276,7 +317,7 @@ def _losses(model: Any, sample: Encoded) -> Tensor:
 
 
 def _loss_of_pair(model: Any, reference: Any, pair: Sequence[Encoded], recipe: Recipe) -> Tensor:
-    """Return TRL's loss of a pair: sigmoid of DPO, or SimPO's."""
+    """Return TRL's loss of a pair: sigmoid of DPO, SimPO's or ORPO's."""
     scores = []
     for sample in pair:
         trained = sample.weights[1:] > 0
@@ -285,11 +326,14 @@ def _loss_of_pair(model: Any, reference: Any, pair: Sequence[Encoded], recipe: R
             with torch.no_grad():
                 before = (_losses(reference, sample) * trained).sum()
             score = score + before
-        elif recipe.loss == "simpo":
+        elif recipe.loss in ("simpo", "orpo"):
             score = score / trained.sum()
         else:
             raise NotPlain(recipe.loss)
         scores.append(score)
+    if recipe.loss == "orpo":
+        chosen, rejected = (one - torch.log1p(-one.exp()) for one in scores)
+        return -recipe.beta * F.logsigmoid(chosen - rejected) - scores[0]
     return -F.logsigmoid(recipe.beta * (scores[0] - scores[1]) - recipe.gamma)
 
 

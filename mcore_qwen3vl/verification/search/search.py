@@ -173,7 +173,7 @@ def _try_flags(bench: Bench, folder: Path, until: float, file: Path, workers: in
         put(write_table(file, bench.moved_to(folder / str(worker)), until, worker, workers))
 
     left = list(_in_forks(work, workers))
-    print(f"{file}: {sum(left)} values of flags remain" if any(left) else f"{file} has all flags")
+    print(f"{file}: {sum(left)} flags remain" if any(left) else f"{file} has all flags")
     return Unfinished.exit_code if any(left) else 0
 
 

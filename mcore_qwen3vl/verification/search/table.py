@@ -7,7 +7,6 @@ until the time is up or all flags are tried; the same command goes on.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -30,37 +29,28 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "MoE": ("tp2+sp", "pp2", "ep2xdp2"),
 }
 _HEAD = (
-    "| flag | in the contract | dense | MoE |\n"
-    "|---|---|---|---|\n"
+    "| flag | in the contract | values on one rank | dense | MoE |\n"
+    "|---|---|---|---|---|\n"
 )  # fmt: skip
 
 
 def write_table(file: Path, bench: Bench, until: float, first: int = 0, every: int = 1) -> int:
-    """Add lines to a file until a moment of the monotonic clock; return how many remain.
+    """Add lines to a file until a moment of the monotonic clock; return how many flags remain.
 
     Args:
-        first, every: of all values this process tries those from `first`, `every` apart.
+        first, every: of all flags this process tries those from `first`, `every` apart.
     """
     if not file.exists():
         file.write_text(_HEAD, "utf-8")
     done = {line.split("|")[1].strip() for line in file.read_text("utf-8").splitlines()}
-    waiting = [one for one in list(_values())[first::every] if f"`{' '.join(one[1])}`" not in done]
-    for number, (flag, words) in enumerate(waiting):
+    waiting = [flag for flag in drawable()[first::every] if f"`{flag.name}`" not in done]
+    for number, flag in enumerate(waiting):
         if time.monotonic() > until:
             return len(waiting) - number
-        cells = [_cell(bench, kind, words) for kind in MODELS]
         # One write of a line, since several processes append.
         with file.open("a", encoding="utf-8") as stream:
-            where = flag.row.partition(":")[0][:60]
-            stream.write(f"| `{' '.join(words)}` | {where} | {' | '.join(cells)} |\n")
+            stream.write(f"| {' | '.join(_cells(bench, flag))} |\n")
     return 0
-
-
-def _values() -> Iterator[tuple[DrawnFlag, Flag]]:
-    """Yield each flag with each of its values."""
-    for flag in drawable():
-        for values in flag.values:
-            yield flag, (flag.name, *values)
 
 
 def base(kind: str) -> Case:
@@ -69,9 +59,27 @@ def base(kind: str) -> Case:
     return Case(MODELS[kind], records.lines(Random(kind), makers, 4, bad=False))
 
 
-def _cell(bench: Bench, kind: str, words: Flag) -> str:
-    """Return what a flag does to a model: on one rank, and whether each layout agrees."""
-    plain = base(kind)
+def _cells(bench: Bench, flag: DrawnFlag) -> list[str]:
+    """Return a line of the table: what each value does on one rank, and one value in each layout.
+
+    In layouts, that is the first value that changes the result, or else the first that runs.
+    """
+    effects = {words: _effect(bench, (flag.name, *words)) for words in flag.values}
+    values = "; ".join(f"{' '.join(words) or 'given'}: {text}" for words, text in effects.items())
+    ranked = [words for words in effects if effects[words] == _ANOTHER]
+    ranked += [words for words in effects if effects[words] in (_SAME, _NOT_USED)]
+    cells = [f"`{flag.name}`", flag.row.partition(":")[0][:60], values]
+    for kind in MODELS:
+        cells.append(_agreement(bench, kind, (flag.name, *ranked[0])) if ranked else "")
+    return cells
+
+
+_SAME, _ANOTHER, _NOT_USED = "the same", "another result", "not used"
+
+
+def _effect(bench: Bench, words: Flag) -> str:
+    """Return what a flag does to a run of the dense model on one rank."""
+    plain = base("dense")
     case = replace(plain, flags=(words,))
     outcome, verdict = judge(case, bench, (crashed, remedy))
     if verdict is not None:
@@ -79,11 +87,15 @@ def _cell(bench: Bench, kind: str, words: Flag) -> str:
     if outcome.refusal:
         return f"refused: {_short(outcome.refusal)}"
     same = same_result(outcome, bench.run(plain))
-    named = f"not used of the command line: {words[0]} " in outcome.ran[0].printed
-    effect = "not used" if named else "the same" if same else "another result"
-    if named and not same:
-        effect = "**said to be not used, and another result**"
+    if f"not used of the command line: {words[0]} " in outcome.ran[0].printed:
+        return _NOT_USED if same else "**said to be not used, and another result**"
+    return _SAME if same else _ANOTHER
+
+
+def _agreement(bench: Bench, kind: str, words: Flag) -> str:
+    """Return whether a flag's runs agree with a single rank in each layout of a model."""
     agreed, others = [], []
+    case = replace(base(kind), flags=(words,))
     for layout in LAYOUTS[kind]:
         there = replace(case, layout=layout)
         outcome, verdict = judge(there, bench, (crashed, single_rank))
@@ -94,7 +106,8 @@ def _cell(bench: Bench, kind: str, words: Flag) -> str:
         else:
             agreed.append(layout)
     bench.forget(case)
-    return "; ".join([effect, *([f"{' '.join(agreed)} agree"] if agreed else []), *others])
+    with_value = f"{' '.join(words[1:]) or 'given'}: "
+    return with_value + "; ".join([*([f"{' '.join(agreed)} agree"] if agreed else []), *others])
 
 
 def _short(text: str) -> str:
