@@ -92,6 +92,7 @@ _NEEDS_OTHER = {
 _NEEDS_MODULE = {
     "enable_ft_package": "nvidia_resiliency_ext",
     "run_workload_inspector_server": "workload_inspector",
+    "hierarchical_context_parallel_sizes": "einops",
     **dict.fromkeys(
         (
             *("fault_injector_delay_start_iteration", "fault_injector_fault_delay"),

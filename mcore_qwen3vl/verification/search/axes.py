@@ -157,7 +157,9 @@ def stop(rng: Random, case: Case) -> Case:
     if rng.random() < 0.5:
         rows = case.batch // int(case.value("--micro-batch-size"))
         fitting = [one for one in layouts(case.model) if rows % Layout.parse(one).dp == 0]
-        other = rng.choice(fitting)
+        dp = Layout.parse(case.layout).dp
+        over_others = [one for one in fitting if Layout.parse(one).dp != dp]  # data move between
+        other = rng.choice(over_others if over_others and rng.random() < 0.5 else fitting)
     if rng.random() < 0.25:
         changed = (rng.choice(drawable()).draw(rng),)
     return replace(case, stop=Stop(how, rng.randint(1, case.steps - 2), other, changed))

@@ -299,7 +299,11 @@ def _left_over(temporary: Path, others: Collection[int]) -> list[str]:
             for one in this.children(recursive=True)
             if one.pid not in others and _is_running(one)
         ]
-        files = sorted(str(file.relative_to(temporary)) for file in temporary.rglob("*"))
+        files = sorted(
+            str(file.relative_to(temporary))
+            for file in temporary.rglob("*")
+            if not file.relative_to(temporary).parts[0].startswith("torchinductor_")  # its cache
+        )
         if not (processes or files) or time.monotonic() > deadline:
             break
         time.sleep(0.02)
