@@ -364,6 +364,7 @@ def generate(
     top_k: int | None = None,
     seed: int | None = None,
     stream: Stream | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Generation]:
     """Answer a batch of conversations; a collective of all ranks, with equal arguments on each.
 
@@ -381,6 +382,7 @@ def generate(
         top_k: sample from this many of the likeliest tokens.
         seed: of sampling; default: random.
         stream: called with the number of a conversation and the text that was added to its answer.
+        chat_template_kwargs: arguments of the chat template, as ``{"enable_thinking": False}``.
 
     Returns:
         The answers in the order of the conversations, on every rank, with `text`, `token_ids`,
@@ -409,6 +411,7 @@ def generate(
         top_k=top_k,
         seed=seed,
         stream=stream,
+        chat_template_kwargs=chat_template_kwargs,
         generation_config=None if folder is None else generation.load_generation_config(folder),
     )
 

@@ -38,9 +38,14 @@ from mcore_qwen3vl.config import Architecture, read_config_file, text_section
 from mcore_qwen3vl.converters.hf.config_file import dumps
 from mcore_qwen3vl.converters.identify import identify
 from mcore_qwen3vl.data.encoding.batch import mrope_position_ids
-from mcore_qwen3vl.data.processor import load_processor, require_fitting, template_limit
+from mcore_qwen3vl.data.processor import (
+    load_processor,
+    require_fitting,
+    template_limit,
+    template_variables,
+)
 from mcore_qwen3vl.data.records.media import TAG, MediaFolder, load_image, to_rgb
-from mcore_qwen3vl.data.records.reading import BadSample
+from mcore_qwen3vl.data.records.reading import BadSample, parse_template_kwargs
 from mcore_qwen3vl.data.records.video import load_frames, probe_video, sample_frames
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import read_object
@@ -76,6 +81,7 @@ def generate(
     top_k: int | None = None,
     seed: int | None = None,
     stream: Stream | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     generation_config: GenerationConfig | None = None,
 ) -> list[Generation]:
     """Answer a batch of conversations; a collective of all ranks, with equal arguments on each.
@@ -88,6 +94,7 @@ def generate(
             :func:`encode_prompts` for them.
         max_new_tokens: default: the generation config's, or else :data:`MAX_NEW_TOKENS`.
         stream: function that is called as answers grow, on every rank that passes one.
+        chat_template_kwargs: arguments of the chat template, for conversations.
         generation_config: stop tokens and defaults of sampling, from
             :func:`load_generation_config`.
 
@@ -102,7 +109,13 @@ def generate(
     prompts = conversations
     if not isinstance(prompts, Prompts):
         multiple = model.pg_collection.tp.size() if model.config.sequence_parallel else 1
-        prompts = encode_prompts(model.architecture, processor, prompts, multiple_of=multiple)
+        prompts = encode_prompts(
+            model.architecture,
+            processor,
+            prompts,
+            multiple_of=multiple,
+            chat_template_kwargs=chat_template_kwargs,
+        )
     config = generation_config or GenerationConfig()
     sampler = Sampler(
         config,
@@ -182,10 +195,12 @@ class Request(ModelRequest):
 
     Attributes:
         conversations: conversations in the form of :func:`generate`.
+        chat_template_kwargs: arguments of the chat template.
         options: keyword arguments of :func:`generate`; only the first rank uses `stream`.
     """
 
     conversations: Sequence[Any]
+    chat_template_kwargs: Mapping[str, Any] | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -205,7 +220,11 @@ def generate_on_all_ranks(request: Request, *, on_cpu: bool = False) -> list[Gen
     processor = load_processor(model.folder)
     multiple = layout.tp if layout.sp else 1
     prompts = encode_prompts(
-        model.architecture, processor, request.conversations, multiple_of=multiple
+        model.architecture,
+        processor,
+        request.conversations,
+        multiple_of=multiple,
+        chat_template_kwargs=request.chat_template_kwargs,
     )
     limit = first_given(options.get("max_new_tokens"), config.max_new_tokens, MAX_NEW_TOKENS)
     check_lengths(model.architecture, prompts, limit)
@@ -612,15 +631,25 @@ def encode_prompts(
     conversations: Sequence[Messages],
     *,
     multiple_of: int = 1,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Prompts:
     """Render, tokenise, load images and videos, and compute positions."""
     require_fitting(processor, architecture)
-    inputs = process_conversations(processor, conversations, multiple_of=multiple_of)
+    inputs = process_conversations(
+        processor,
+        conversations,
+        multiple_of=multiple_of,
+        chat_template_kwargs=chat_template_kwargs,
+    )
     return prompts_from_inputs(architecture, inputs)
 
 
 def process_conversations(
-    processor: Any, conversations: Sequence[Messages], *, multiple_of: int = 1
+    processor: Any,
+    conversations: Sequence[Messages],
+    *,
+    multiple_of: int = 1,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Mapping[str, Tensor]:
     """Process conversations with the checkpoint's processor, padded on the left.
 
@@ -629,13 +658,14 @@ def process_conversations(
             image is ``{"type": "image", "image": path, URL or PIL image}``; a video is ``{"type":
             "video", "video": path, or a pair of frames (F, H, W, 3) and ``VideoMetadata``}``.
         multiple_of: number that S is rounded up to a multiple of.
+        chat_template_kwargs: arguments of the chat template, such as ``enable_thinking``.
 
     Returns:
         The processor's output: tensors by name, with B rows of S tokens.
 
     Raises:
-        BadInput: there is no conversation or no chat template, the template fails, media cannot be
-            read, or there are more or fewer placeholders than media.
+        BadInput: there is no conversation or no chat template, the template fails or does not read
+            an argument, media cannot be read, or there are more or fewer placeholders than media.
     """
     if not conversations:
         raise BadInput("There is no conversation to answer: pass at least one.")
@@ -644,11 +674,16 @@ def process_conversations(
             "The processor has no chat template: copy chat_template.jinja from the checkpoint's "
             "repository beside its tokenizer."
         )
+    arguments = parse_template_kwargs(chat_template_kwargs)
+    for name in arguments.keys() - template_variables(processor):
+        raise BadInput(f"The chat template does not read {name}: leave it out.")
     try:
         texts = []
         for conversation in conversations:
             with template_limit():
-                text = processor.apply_chat_template(list(conversation), add_generation_prompt=True)
+                text = processor.apply_chat_template(
+                    list(conversation), add_generation_prompt=True, **arguments
+                )
             texts.append(text)
     except BadInput:  # the time is up
         raise

@@ -12,6 +12,7 @@ from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import options
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
+from mcore_qwen3vl.data.records.reading import Reading
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.unused.fields import as_json
 
@@ -35,6 +36,10 @@ Preprocess = Annotated[
     typer.Option(metavar="MODULE:FUNCTION", help=options.help_of("preprocess")),
 ]
 TrainOn = Annotated[str | None, typer.Option(metavar="TURNS", help=options.help_of("train_on"))]
+ChatTemplateKwargs = Annotated[
+    str | None,
+    typer.Option(metavar="JSON", help=options.help_of("chat_template_kwargs")),
+]
 
 app = typer.Typer(help="Look at training data.", no_args_is_help=True)
 
@@ -65,6 +70,7 @@ def check(
     ] = None,
     preprocess: Preprocess = None,
     train_on: TrainOn = None,
+    chat_template_kwargs: ChatTemplateKwargs = None,
     distill_temperature: Annotated[
         float | None,
         typer.Option(
@@ -113,8 +119,11 @@ def check(
             split=split,
             decode=decode,
             limit=limit,
-            preprocess=preprocess,
-            train_on=train_on,
+            defaults=Reading(
+                preprocess=preprocess,
+                train_on=train_on,
+                chat_template_kwargs=chat_template_kwargs,
+            ),
             architecture=Architecture.from_hf(folder),
             unused=unused_of(folder),
             ranks=dp,
@@ -186,6 +195,7 @@ def show_sample(
     split: Split = "train",
     preprocess: Preprocess = None,
     train_on: TrainOn = None,
+    chat_template_kwargs: ChatTemplateKwargs = None,
     json: options.Json = False,
 ) -> None:
     """Write one sample as the model will see it: tokens, what is trained, images after resizing."""
@@ -196,9 +206,10 @@ def show_sample(
 
     processor = load_processor(identify(hf_model).config())
     config = DataConfig(seq_length, **reading)
-    seen = read_sample(
-        path, number, processor, config, split=split, preprocess=preprocess, train_on=train_on
+    defaults = Reading(
+        preprocess=preprocess, train_on=train_on, chat_template_kwargs=chat_template_kwargs
     )
+    seen = read_sample(path, number, processor, config, split=split, defaults=defaults)
     write_page(seen, out)
     kinds = Counter(item.kind for item in seen.media)
     counts = {"tokens": seen.tokens, "trained": seen.trained, "media": kinds}

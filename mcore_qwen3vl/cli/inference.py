@@ -10,7 +10,14 @@ import typer
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import options
-from mcore_qwen3vl.cli.data import DATA_SETS, Preprocess, Split, TrainOn
+from mcore_qwen3vl.cli.data import (
+    DATA_SETS,
+    ChatTemplateKwargs,
+    Preprocess,
+    Split,
+    TrainOn,
+)
+from mcore_qwen3vl.data.records.reading import parse_template_kwargs
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.losses.reranker import ANSWERS
@@ -72,6 +79,14 @@ def generate(
         int | None, typer.Option(help="Sample from this many of the likeliest tokens.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Sampling seed; default: random.")] = None,
+    chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help='Arguments of the chat template as a JSON object, such as {"enable_thinking": '
+            "false}.",
+        ),
+    ] = None,
     dtype: Dtype = "config",
     spec: options.Spec = "torch",
     hf_model: ConfigSource = None,
@@ -85,6 +100,7 @@ def generate(
     wherever TP is.
     """
     prompt = [console.as_utf8(text) for text in prompt]
+    arguments = parse_template_kwargs(chat_template_kwargs)
     videos = [str(path) for path in video or []]
     for kind, references in (("Image", image or []), ("Video", videos)):
         for reference in filter(_is_missing_file, references):
@@ -97,6 +113,7 @@ def generate(
     request = Request(
         checkpoint,
         user_turns(prompt, image or [], videos),
+        chat_template_kwargs=arguments,
         layout=layout,
         spec=spec,
         dtype=dtype,
@@ -198,6 +215,7 @@ def score(
     split: Split = "train",
     preprocess: Preprocess = None,
     train_on: TrainOn = None,
+    chat_template_kwargs: ChatTemplateKwargs = None,
     dtype: Dtype = "config",
     spec: options.Spec = "torch",
     hf_model: ConfigSource = None,
@@ -221,7 +239,7 @@ def score(
         hf=hf_model, lora=lora, temperature=temperature, entropy=entropy, packing=packing,
         seq_length=seq_length, buffer=packing_buffer,
         force=force, split=split, preprocess=preprocess, task=task, answers=answers, top_k=top_k,
-        train_on=train_on, **reading,
+        train_on=train_on, chat_template_kwargs=chat_template_kwargs, **reading,
     )  # fmt: skip
     unused = _print_unused(request, "score")
     tally = run(request, on_cpu=cpu)

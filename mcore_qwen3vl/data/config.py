@@ -6,6 +6,7 @@ Imports nothing heavy.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import inf
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from mcore_qwen3vl.data.record_form import UNCUT_ANSWER, RecordForm
-from mcore_qwen3vl.data.records.reading import Reading
+from mcore_qwen3vl.data.records.reading import PLAIN, Reading, parse_template_kwargs
 from mcore_qwen3vl.data.task_inputs import TaskInputs
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import require_spelled_out
@@ -235,18 +236,22 @@ _BUDGETS: dict[str, type] = {
 }
 _LARGEST = 1e300
 """The largest number of a mixture file; an integer above it has no weight in floats."""
+_NAMES = {str: "str", int: "int", float: "float", dict: "an object"}
 _OF_YAML = {"datasets", "splits", "__class__"}
 """Keys of a YAML file, one of which says that it is a mixture file or a metadataset."""
-_KEYS = {**dict.fromkeys(("path", "name", "media", *_TEXTS), str), **_NUMBERS, **_BUDGETS}
+_KEYS = {
+    **dict.fromkeys(("path", "name", "media", *_TEXTS), str),
+    "chat_template_kwargs": dict,
+    **_NUMBERS,
+    **_BUDGETS,
+}
 
 
-def parse_sources(
-    words: Sequence[str], preprocess: str | None = None, train_on: str | None = None
-) -> list[Source]:
+def parse_sources(words: Sequence[str], defaults: Reading = PLAIN) -> list[Source]:
     """Read ``PATH`` or ``WEIGHT PATH WEIGHT PATH ...``, as in Megatron's ``--data-path``.
 
-    A mixture file among the paths is replaced by its data sets, and `preprocess` and `train_on` are
-    those of the data sets that name none.
+    A mixture file among the paths is replaced by its data sets. Hook, turns and arguments of the
+    template are those of `defaults` for data sets that name none.
 
     Raises:
         BadInput: numbers and paths do not alternate, or a mixture file is malformed.
@@ -271,10 +276,7 @@ def parse_sources(
             "Some data sets have epochs and some have weights. Give all of them epochs, or all "
             "of them weights."
         )
-    return [
-        replace(source, reading=source.reading.with_defaults(preprocess, train_on))
-        for source in sources
-    ]
+    return [replace(source, reading=source.reading.with_defaults(defaults)) for source in sources]
 
 
 def names_to_log(sources: Sequence[Source]) -> tuple[str, ...]:
@@ -345,6 +347,11 @@ def _parse_source(entry: Any, where: str, file: Path) -> Source:
             "records show their format."
         )
 
+    try:
+        arguments = json.dumps(parse_template_kwargs(entry.get("chat_template_kwargs")))
+    except (BadInput, TypeError, ValueError) as error:  # YAML has dates, and objects as keys
+        raise BadInput(f"{where}: {error}") from error
+
     def values_of(keys: Iterable[str]) -> dict[str, Any]:
         return {key: entry[key] for key in keys if key in entry}
 
@@ -357,7 +364,10 @@ def _parse_source(entry: Any, where: str, file: Path) -> Source:
             )
     return Source(
         here / entry["path"],
-        reading=Reading(**values_of(_TEXTS)).at_folder(here),
+        reading=Reading(
+            **values_of(_TEXTS),
+            chat_template_kwargs=arguments if "chat_template_kwargs" in entry else None,
+        ).at_folder(here),
         media_root=here / entry["media"] if "media" in entry else None,
         limits=MediaLimits(**values_of(_BUDGETS)),
         name=entry.get("name", entry["path"]),
@@ -372,7 +382,7 @@ def _check_entry_value(key: str, value: Any, where: str) -> None:
         raise BadInput(f"{where}: unknown key {key!r}; the known keys are {', '.join(_KEYS)}.")
     accepted = (int, float) if kind is float else (kind,)
     if not isinstance(value, accepted) or isinstance(value, bool):
-        raise BadInput(f"{where}: {key} is {value!r:.60}; {kind.__name__} is needed.")
+        raise BadInput(f"{where}: {key} is {value!r:.60}; {_NAMES[kind]} is needed.")
     if isinstance(value, int | float) and not 0 < value <= _LARGEST:
         raise BadInput(f"{where}: {key} is {value!r}; it must be above 0, and finite.")
 

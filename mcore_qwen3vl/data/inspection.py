@@ -36,7 +36,7 @@ from mcore_qwen3vl.data.readers import ensure_index, number_of, record_of, sampl
 from mcore_qwen3vl.data.record_form import ToldForm
 from mcore_qwen3vl.data.records.media import peculiarities
 from mcore_qwen3vl.data.records.parse import records_of_turns
-from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of
+from mcore_qwen3vl.data.records.reading import PLAIN, BadSample, OverlongSample, Reading, reason_of
 from mcore_qwen3vl.data.records.video import is_uneven
 from mcore_qwen3vl.data.scores import teachers_of
 from mcore_qwen3vl.errors import BadInput, CheckFailed
@@ -171,8 +171,7 @@ def check_data(
     split: str = "train",
     decode: bool = True,
     limit: int | None = None,
-    preprocess: str | None = None,
-    train_on: str | None = None,
+    defaults: Reading = PLAIN,
     architecture: Architecture | None = None,
     unused: Sequence[Unused] = (),
     ranks: int = 1,
@@ -195,7 +194,7 @@ def check_data(
     """
     if architecture is not None:
         require_fitting(processor, architecture)
-    sources = parse_sources([str(path)], preprocess, train_on)
+    sources = parse_sources([str(path)], defaults)
     preparation = Preparation(processor, config, sources)
     form_of_records = config.records or ToldForm()
     samples = CrudeSamples(sources, split=split, trust=config.trust_data)
@@ -542,8 +541,7 @@ def read_sample(
     config: DataConfig,
     *,
     split: str = "train",
-    preprocess: str | None = None,
-    train_on: str | None = None,
+    defaults: Reading = PLAIN,
 ) -> Seen:
     """Read, tokenise and decode one sample, whose `number` is the line or the record, from 1.
 
@@ -551,7 +549,7 @@ def read_sample(
         BadInput: there is no such record.
         CheckFailed: the record cannot be used; the message says why.
     """
-    sources = parse_sources([str(path)], preprocess, train_on)
+    sources = parse_sources([str(path)], defaults)
     preparation = Preparation(processor, config, sources)
     samples = CrudeSamples(sources, split=split, trust=config.trust_data)
     record = record_of(ensure_index(path), number) if path.suffix == ".jsonl" else number - 1

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, TemplateSyntaxError
+from jinja2.ext import loopcontrols
+from jinja2.meta import find_undeclared_variables
 from packaging.version import Version
 
 from mcore_qwen3vl.config import Architecture, read_config_file
@@ -304,3 +308,16 @@ def configs_with_budgets(folder: Path, limits: MediaLimits) -> dict[str, bytes]:
             content.pop("max_pixels", None)
         content |= changed
     return {name: dumps(content) for name, content in files.items()}
+
+
+def template_variables(processor: Any) -> set[str]:
+    """Return the names that a processor's chat template reads from outside; none if it is broken.
+
+    Such a template cannot be rendered either, and the error of that names what is wrong.
+    """
+    # Transformers has two tags of its own, between which a template writes an answer.
+    plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", str(processor.chat_template))
+    try:
+        return find_undeclared_variables(Environment(extensions=[loopcontrols]).parse(plain))
+    except TemplateSyntaxError:
+        return set()

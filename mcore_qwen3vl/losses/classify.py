@@ -179,7 +179,7 @@ def _find_labels(
     else:
         from mcore_qwen3vl.data.datasets import collect_labels
 
-        labels = collect_labels(parse_sources(data, preprocess), trust=trust)
+        labels = collect_labels(parse_sources(data, Reading(preprocess=preprocess)), trust=trust)
     if len(labels) < 2:
         raise BadInput(f"--task classify needs two labels or more; there is {len(labels)}.")
     return labels

@@ -17,6 +17,7 @@ from mcore_qwen3vl.data.config import DataConfig, MediaLimits, Source, parse_sou
 from mcore_qwen3vl.data.datasets import CrudeSamples, unread_of
 from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.data.readers import fingerprint
+from mcore_qwen3vl.data.records.reading import Reading
 from mcore_qwen3vl.data.scores import (
     check_top_k,
     facts_file_of,
@@ -79,6 +80,7 @@ class Request(ModelRequest):
     split: str = "train"
     preprocess: str | None = None
     train_on: str | None = None
+    chat_template_kwargs: str | None = None
     allow_dropped: bool = False
     trust_data: bool = False
     task: ScoreTask = "log-probabilities"
@@ -105,7 +107,12 @@ class Request(ModelRequest):
 
     def sources(self) -> list[Source]:
         """Return the data sets."""
-        return parse_sources([str(self.data)], self.preprocess, self.train_on)
+        defaults = Reading(
+            preprocess=self.preprocess,
+            train_on=self.train_on,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+        return parse_sources([str(self.data)], defaults)
 
     def open_samples(self) -> CrudeSamples:
         """Open the records; each process opens the files by itself."""
@@ -304,8 +311,8 @@ def _settings(
 ) -> dict[str, Any]:
     """Return all that a line depends on; a run continues only with the same settings."""
     names = (
-        "split", "preprocess", "train_on", "allow_dropped", "spec", "dtype", "task", "answers",
-        "temperature", "entropy", "top_k",
+        "split", "preprocess", "train_on", "chat_template_kwargs", "allow_dropped", "spec", "dtype",
+        "task", "answers", "temperature", "entropy", "top_k",
     )  # fmt: skip
     return {
         **{name: getattr(request, name) for name in names},

@@ -128,7 +128,7 @@ class DataProvider:
         self._architecture = architecture
         self._on_batch = on_batch
         self._reads_on_every_stage = reads_on_every_stage
-        self._sources = parse_sources(loop.training_data, sources.preprocess, sources.train_on)
+        self._sources = parse_sources(loop.training_data, sources.reading)
         self._ahead = ThreadPoolExecutor(1, "read ahead") if loop.num_workers > 0 else None
         self._streams: tuple[SharedBatches, SharedBatches | None] | None = None
         self._validation_batches = 0
@@ -216,8 +216,7 @@ class DataProvider:
         settings, loop, parallel = self._settings, self._settings.loop, self._settings.parallel
         if not self._reads():
             return None
-        paths, reading = loop.valid_data_path or (), settings.sources
-        sources = parse_sources(paths, reading.preprocess, reading.train_on)
+        sources = parse_sources(loop.valid_data_path or (), settings.sources.reading)
         records = len(CrudeSamples(sources, split="val", trust=settings.data.trust_data))
         all_batches = -(-records // loop.eval_global_batch_size)  # global batches of all records
         if loop.eval_iters > all_batches and parallel.rank == 0:

@@ -26,6 +26,7 @@ from mcore_qwen3vl.data.inspection import (
     read_sample,
     write_page,
 )
+from mcore_qwen3vl.data.records.reading import Reading
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.losses.registry import told_form
 from mcore_qwen3vl.rehearsal.command import write_made_up_teacher
@@ -192,7 +193,7 @@ def test_a_hook_is_asked_once_for_a_preference_record(
     monkeypatch.setattr(sys.modules[__name__], "as_pair", hook, raising=False)
     path = write_jsonl([{"q": "One?"}, {"q": "Two?"}])
     config = DataConfig(seq_length=400, packing=True, records=told_form())
-    report = check_data(path, processor, config, preprocess=f"{__name__}:as_pair")
+    report = check_data(path, processor, config, defaults=Reading(preprocess=f"{__name__}:as_pair"))
     assert (report.formats, asked) == ({"preference": 2}, ["One?", "Two?"])
 
 

@@ -22,7 +22,7 @@ from mcore_qwen3vl.data.encoding import pixels
 from mcore_qwen3vl.data.inspection import check_data
 from mcore_qwen3vl.data.records import video
 from mcore_qwen3vl.data.records.media import Media, image_size, load_image
-from mcore_qwen3vl.data.records.reading import BadSample, record_limit
+from mcore_qwen3vl.data.records.reading import BadSample, Reading, record_limit
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import WriteJsonl, chat, question, write_png, write_tar, write_video
 
@@ -172,7 +172,9 @@ def test_a_hook_that_hangs(processor: Any, write_jsonl: WriteJsonl) -> None:
     sys.modules.setdefault(__name__, sys.modules[stubborn.__module__])
     path = write_jsonl([question(i, image=False) for i in range(3)])
     config = DataConfig(seq_length=256, max_sample_seconds=LIMIT)
-    report = check_data(path, processor, config, preprocess=f"{__name__}:stubborn")
+    report = check_data(
+        path, processor, config, defaults=Reading(preprocess=f"{__name__}:stubborn")
+    )
     assert len(report.tokens) == 2
     (flaw,) = report.bad
     assert flaw.sample.endswith("data.jsonl:2")

@@ -30,6 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from torch import Tensor
 from transformers.video_utils import VideoMetadata
 
 from mcore_qwen3vl.data.config import DataConfig
+from mcore_qwen3vl.data.processor import template_variables
 from mcore_qwen3vl.data.records.media import Media, image_size
 from mcore_qwen3vl.data.records.parse import MESSAGE, Conversation, Document
 from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample
@@ -187,6 +189,7 @@ class Renderer:
                 "checkpoint's repository beside its tokenizer."
             )
         self._processor, self._allow_dropped = processor, allow_dropped
+        self._variables = template_variables(processor)
         self._document_end = tokenizer.pad_token if document_end is None else document_end
         added = tokenizer.added_tokens_decoder.values()
         self._added = tuple(map(str, added))
@@ -203,12 +206,15 @@ class Renderer:
                 "one special token."
             )
 
-    def render(self, record: Conversation | Document) -> Rendered:
-        """Render a record."""
+    def render(
+        self, record: Conversation | Document, arguments: Mapping[str, Any] = MappingProxyType({})
+    ) -> Rendered:
+        """Render a record, with `arguments` of the chat template that it does not give itself."""
         if isinstance(record, Document):
             rendered = self._render_document(record)
         else:
-            rendered = self._render_conversation(record)
+            arguments = {**arguments, **record.chat_template_kwargs}
+            rendered = self._render_conversation(replace(record, chat_template_kwargs=arguments))
         _require_characters(rendered.text)
         return rendered
 
@@ -271,6 +277,10 @@ class Renderer:
             for level in (holder, isinstance(holder, Mapping) and holder.get("function")):
                 if isinstance(level, Mapping):
                     unused += [u for u in fields.unused(level) if f'"{u.name}"' not in text]
+        unused += [
+            Unused("chat_template_kwargs", name, "the chat template does not read it")
+            for name in record.chat_template_kwargs.keys() - self._variables
+        ]
         untrained = {
             _message_place(index) for index, weight in enumerate(record.weights) if weight == 0
         }
@@ -347,9 +357,7 @@ class Renderer:
     def _apply_template(self, record: Conversation, count: int, **options: bool) -> str:
         """Render the first `count` messages; raise BadSample, naming one, if it is refused."""
         try:
-            return self._processor.apply_chat_template(
-                record.messages[:count], tools=record.tools, tokenize=False, **options
-            )
+            return self._apply(record, count, **options)
         except BadSample:  # the time is up
             raise
         # A template may raise any error of Jinja or Python, depending on the messages.
@@ -357,13 +365,21 @@ class Renderer:
             place = self._name_refused_message(record, count)
             raise BadSample(f"the chat template refuses {place}: {error}.") from error
 
+    def _apply(self, record: Conversation, count: int, **options: bool) -> str:
+        arguments = record.chat_template_kwargs
+        return self._processor.apply_chat_template(
+            record.messages[:count],
+            tools=record.tools,
+            tokenize=False,
+            **{name: arguments[name] for name in arguments.keys() & self._variables},
+            **options,
+        )
+
     def _name_refused_message(self, record: Conversation, count: int) -> str:
         """Name the first message that the template refuses, since its own error does not."""
         for index, message in enumerate(record.messages[: count - 1]):
             try:
-                self._processor.apply_chat_template(
-                    record.messages[: index + 1], tools=record.tools, tokenize=False
-                )
+                self._apply(record, index + 1)
             except BadSample:
                 raise
             except Exception:

@@ -25,7 +25,11 @@ from mcore_qwen3vl.data.records.parse import (
     parse_record,
     preprocess_record,
 )
-from mcore_qwen3vl.data.records.reading import Observed, record_limit
+from mcore_qwen3vl.data.records.reading import (
+    Observed,
+    parse_template_kwargs,
+    record_limit,
+)
 from mcore_qwen3vl.files import parse_json
 
 
@@ -49,6 +53,9 @@ class Preparation:
         config.media.apply(processor)
         self._max_seconds = config.max_sample_seconds
         self._sources = list(sources)
+        self._chat_template_kwargs = [
+            parse_template_kwargs(source.reading.chat_template_kwargs) for source in self._sources
+        ]
         self._renderer = Renderer(
             processor, config.document_end, allow_dropped=config.allow_dropped
         )
@@ -103,7 +110,8 @@ class Preparation:
         """Tokenise a sample and measure its media."""
         with record_limit(self._max_seconds):
             parsed = parsed or self.parse(sample)
-            rendered = self._renderer.render(parsed)
+            arguments = self._chat_template_kwargs[sample.source]
+            rendered = self._renderer.render(parsed, arguments)
             plan = self._planners[sample.source].plan(rendered)
         unused = (*rendered.unused, *plan.unused, *sample.folder.unused)
         target = getattr(parsed, "target", None)

@@ -36,6 +36,7 @@ from mcore_qwen3vl.data.records.reading import (
     BadSample,
     Observed,
     Reading,
+    parse_template_kwargs,
     require_number,
     unused_keys,
 )
@@ -62,6 +63,8 @@ class Conversation:
     """A pair's margin, on the chosen side; the score of two texts, on the query; 1 for an answer
     that is labelled as wanted, else 0; or 1 for each label of a classifier that is right, else 0.
     """
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, over those of the data set."""
     format: str = field(default="", compare=False)  # format of the record
     unused: tuple[Unused, ...] = field(default=(), compare=False)
 
@@ -565,6 +568,7 @@ def _make_conversation(
         weights,
         _parse_tools(record),
         prompt,
+        chat_template_kwargs=_template_kwargs(record),
         unused=tuple(dict.fromkeys(unused)),
     )
 
@@ -736,6 +740,13 @@ def _parse_tools(record: Mapping[str, Any]) -> list[Any] | None:
     if key == "functions":
         parsed = [{"type": "function", "function": function} for function in parsed]
     return parsed or None
+
+
+def _template_kwargs(record: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return parse_template_kwargs(record.get("chat_template_kwargs"))
+    except BadInput as error:
+        raise BadSample(str(error)) from error
 
 
 def _parse_tool(value: Any, where: str) -> Any:

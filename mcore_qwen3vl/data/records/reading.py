@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.functions import at_folder
 from mcore_qwen3vl.time_limit import time_limit
 from mcore_qwen3vl.unused.fields import Fields, Unused
@@ -55,6 +57,9 @@ class Reading:
     """Assistant turns to train on: ``all``, which None means too, ``last``, or a regular expression
     that must match in the turn's text, or, in a turn without text, in its tool calls, or else in
     its reasoning."""
+    chat_template_kwargs: str | None = None
+    """Arguments of the chat template, a JSON object as text, for records that give none of the
+    same name; see :func:`parse_template_kwargs`."""
 
     def __post_init__(self) -> None:
         try:
@@ -64,13 +69,19 @@ class Reading:
                 f"train_on is {self.train_on!r}: neither all nor last, nor a regular expression "
                 f"({error})."
             ) from error
+        parse_template_kwargs(self.chat_template_kwargs)
 
-    def with_defaults(self, preprocess: str | None, train_on: str | None) -> Reading:
-        """Return this with the hook and the turns of the run, where the data set has none."""
+    def with_defaults(self, of_run: Reading) -> Reading:
+        """Return this with the run's hook, turns and arguments, where the data set has none."""
+        arguments = {
+            **parse_template_kwargs(of_run.chat_template_kwargs),
+            **parse_template_kwargs(self.chat_template_kwargs),
+        }
         return replace(
             self,
-            preprocess=self.preprocess or preprocess,
-            train_on=self.train_on or train_on,
+            preprocess=self.preprocess or of_run.preprocess,
+            train_on=self.train_on or of_run.train_on,
+            chat_template_kwargs=json.dumps(arguments, sort_keys=True) if arguments else None,
         )
 
     def at_folder(self, folder: Path) -> Reading:
@@ -83,6 +94,36 @@ class Reading:
         if self.system is None or (isinstance(first, Mapping) and first.get("role") == "system"):
             return messages
         return [{"role": "system", "content": self.system}, *messages]
+
+
+_OF_RENDERING = {
+    *("messages", "conversation", "conversations", "tools", "documents", "chat_template"),
+    *("add_generation_prompt", "continue_final_message", "tokenize", "return_dict"),
+}
+"""What decides how a conversation is rendered, and is no argument of a user's."""
+
+
+def parse_template_kwargs(given: Any) -> dict[str, Any]:
+    """Return the arguments of a chat template, which are an object, or one as JSON text.
+
+    Raises:
+        BadInput: it is no object, or an argument is one that rendering itself gives.
+    """
+    key = "chat_template_kwargs"
+    try:
+        arguments = parse_json(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise BadInput(f"{key} is {given!r:.60}, which is no JSON object: {error}.") from error
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, Mapping):
+        raise BadInput(
+            f'{key} is {given!r:.60}; an object is needed, such as {{"enable_thinking": false}}.'
+        )
+    for name in arguments:
+        if not str(name).isidentifier() or name in _OF_RENDERING:
+            raise BadInput(f"{key} has {name!r:.60}, which is no argument of a chat template.")
+    return dict(arguments)
 
 
 PLAIN = Reading()

@@ -45,6 +45,7 @@ from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.unused.fields import Fields
 
 _LABEL, _PROMPT, _ANSWER = "label", "prompt", "completion"
+_ARGUMENTS = "chat_template_kwargs"
 
 
 def require_preference(record: Mapping[str, Any], owner: str) -> None:
@@ -276,7 +277,8 @@ def parse_retrieval(
         try:
             text = _INPUTS.parse(text, "it")
             messages = reading.add_system_prompt(messages_of(text))
-            read = read_messages({**media, "messages": messages}, folder, prompt=True)
+            conversation = {**media, "messages": messages, _ARGUMENTS: seen.get(_ARGUMENTS)}
+            read = read_messages(conversation, folder, prompt=True)
             plain = isinstance(text, Mapping) and "role" not in text
             prompts[name] = replace(
                 read, unused=(*read.unused, *(unused_keys(_TEXT_FIELDS, text) if plain else ()))
@@ -398,6 +400,7 @@ def _make_judgement(query: Conversation, document: Conversation, name: str) -> C
         [*query.media, *document.media],
         [0.0, 0.0],
         prompt=True,
+        chat_template_kwargs=query.chat_template_kwargs,
         format=query.format,
         unused=(*query.unused, *document.unused),
     )

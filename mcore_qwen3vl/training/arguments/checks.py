@@ -281,7 +281,7 @@ def check_surroundings(settings: Settings) -> None:
             "evaluate on."
         )
     for path in (train, loop.valid_data_path or train):
-        for source in parse_sources(path, train_on=settings.sources.train_on):
+        for source in parse_sources(path, settings.sources.reading):
             require_data_set(source.path)
     if epochs is not None and epochs < 1:
         raise BadInput(f"--num-epochs is {epochs}; it is at least 1.")

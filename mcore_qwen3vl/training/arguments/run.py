@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_type_hints
 
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
+from mcore_qwen3vl.data.records.reading import Reading
 from mcore_qwen3vl.flags import File, Flag, Folder, Name, make_from_flags
 from mcore_qwen3vl.training.arguments.schedule import ScheduleSettings
 
@@ -101,6 +102,18 @@ class DataSources:
     """turns of the assistant to train on: all, last, or a regular expression that must match in the
     turn's text, or in the tool calls or the reasoning of a turn without text; for data sets that
     choose none of their own; default: all"""
+    chat_template_kwargs: Annotated[str | None, Flag("JSON")] = None
+    """arguments of the chat template as a JSON object, such as {"enable_thinking": false}; those of
+    a data set and of a record win"""
+
+    @property
+    def reading(self) -> Reading:
+        """How records are read where a data set does not say so."""
+        return Reading(
+            preprocess=self.preprocess,
+            train_on=self.train_on,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ GROWN = "grown"
 
 def sources_of(settings: Settings) -> list[Source]:
     """Return the data sets that the command line names."""
-    reading = settings.sources
-    return parse_sources(settings.loop.training_data, reading.preprocess, reading.train_on)
+    return parse_sources(settings.loop.training_data, settings.sources.reading)
 
 
 def data_sets(settings: Settings) -> Values:
@@ -63,19 +62,27 @@ def files_of_loss(settings: Settings, sources: Sequence[Source] | None = None) -
 
 def validation(settings: Settings) -> Values:
     """Return what decides the loss of a validation, but for the model; reads a part of its data."""
-    loop, reading = settings.loop, settings.sources
+    loop = settings.loop
     paths = loop.valid_data_path
-    sources = parse_sources(paths, reading.preprocess, reading.train_on) if paths else []
+    sources = parse_sources(paths, settings.sources.reading) if paths else []
     limited = bool(paths) and loop.eval_iters != WHOLE
     return {
         **_content(sources, "val", settings),
         "samples": loop.eval_iters * loop.eval_global_batch_size if limited else None,
-        "mixture": [
-            json.loads(json.dumps([asdict(source.reading), asdict(source.limits)], default=str))
-            for source in sources
-        ],
+        "mixture": readings_of(sources),
         **files_of_loss(settings, sources),
     }
+
+
+def readings_of(sources: Sequence[Source]) -> list[Any]:
+    """Return in types of JSON how the records of each data set are read."""
+    found = []
+    for source in sources:
+        reading = asdict(source.reading)
+        if reading["chat_template_kwargs"] is None:
+            del reading["chat_template_kwargs"]  # as checkpoints of earlier versions have it
+        found.append(json.loads(json.dumps([reading, asdict(source.limits)], default=str)))
+    return found
 
 
 def require_data_sets(values: Values) -> None:

@@ -7,13 +7,13 @@ import inspect
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.data.config import MediaLimits, parse_sources
 from mcore_qwen3vl.training.arguments.settings import Settings
-from mcore_qwen3vl.training.contract.data_sets import sources_of
+from mcore_qwen3vl.training.contract.data_sets import readings_of, sources_of
 from mcore_qwen3vl.training.contract.rules import (
     Change,
     Finding,
@@ -47,10 +47,7 @@ def content_of_reading(settings: Settings) -> Values:
     hooks = [source.reading.preprocess for source in sources_of(settings)]
     return {
         # Without the flags' values, which are compared by their own names.
-        "mixture": [
-            json.loads(json.dumps([asdict(source.reading), asdict(source.limits)], default=str))
-            for source in parse_sources(settings.loop.training_data)
-        ],
+        "mixture": readings_of(parse_sources(settings.loop.training_data)),
         "tokenizer": _digest(json.dumps(tokenizer, sort_keys=True)),
         "template": _digest(json.dumps(processor.chat_template, sort_keys=True)),
         "images": _digest(_settings_of(processor.image_processor)),

@@ -209,7 +209,8 @@ def _say_list(what: str) -> Words:
 
 
 _READING = (
-    *("preprocess", "train_on", "overlong", "max_decoded_pixels", "max_sample_seconds"),
+    *("preprocess", "train_on", "chat_template_kwargs", "overlong"),
+    *("max_decoded_pixels", "max_sample_seconds"),
     *("document_end", "allow_dropped"),
     *("image_min_pixels", "image_max_pixels", "image_max_tokens", "video_min_pixels"),
     *("video_max_pixels", "video_max_tokens", "video_fps", "video_max_frames"),

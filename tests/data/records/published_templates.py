@@ -1,4 +1,5 @@
-"""The chat templates of the published Qwen3-VL, Instruct and Thinking, in what text needs of them.
+"""The chat templates of the published Qwen3-VL, Instruct and Thinking, in what text needs of them,
+and Thinking's with the generation prompt of Qwen3.5.
 
 Their tool call and reasoning rules are those of the published files; only pictures' numbers
 (``add_vision_id``) are left out.
@@ -98,3 +99,10 @@ THINKING = (_START + _REASONING_START + _TURNS + _REASONING_TURN + _END).replace
     "{{- '<|im_start|>assistant\\n' }}\n{%- endif %}",
     "{{- '<|im_start|>assistant\\n<think>\\n' }}\n{%- endif %}",
 )
+SWITCHED = THINKING.replace(
+    "{{- '<|im_start|>assistant\\n<think>\\n' }}",
+    "{{- '<|im_start|>assistant\\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}"
+    "{{- '<think>\\n\\n</think>\\n\\n' }}{%- else %}{{- '<think>\\n' }}{%- endif %}",
+)
+"""Thinking's, whose reasoning is switched by ``enable_thinking`` as Qwen3.5's is."""

@@ -102,17 +102,19 @@ def test_a_hook_makes_records_and_its_errors_are_the_sample_s(
     hook = f"{__name__}:vqa"
     sys.modules.setdefault(__name__, sys.modules[vqa.__module__])
     config = DataConfig(4096, packing=True)
-    report = check_data(path, processor, config, preprocess=hook)
+    report = check_data(path, processor, config, defaults=Reading(preprocess=hook))
     assert len(report.tokens) == 1
     assert [flaw.reason for flaw in report.bad] == [
         "ZeroDivisionError: division by zero",
         f"{hook} returned None for it.",
         "KeyError: 'q'",
     ]
-    plan = planned(processor, {"q": "?", "n": 4}, path.parent, Reading(preprocess=hook))[0]
+    plan = planned(
+        processor, {"q": "?", "n": 4}, path.parent, Reading(defaults=Reading(preprocess=hook))
+    )[0]
     assert trained_text(processor, plan) == ["2.5" + END]
     with pytest.raises(BadInput, match=r"preprocess nowhere:f cannot be imported: .*No module"):
-        check_data(path, processor, config, preprocess="nowhere:f")
+        check_data(path, processor, config, defaults=Reading(preprocess="nowhere:f"))
     with pytest.raises(BadInput, match="unheard_of: no installed package has registered"):
         find_hook("unheard_of")
 
