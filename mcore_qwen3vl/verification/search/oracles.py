@@ -149,6 +149,27 @@ def _left_out(outcome: Outcome, usable: set[str]) -> set[str]:
     return usable - {sample.name for some in outcome.samples.values() for sample in some}
 
 
+def frozen(case: Case, outcome: Outcome, bench: Bench) -> str | None:
+    """A part that does not train has no gradient, and its exported tensors are the model's."""
+    still = [values for name, *values in case.flags if name == "--freeze"]
+    parts = {part for values in still for part in values} & {"vision", "aligner", "language"}
+    if case.has("--trainable"):
+        parts = {"vision", "aligner", "language"} - {case.value("--trainable")}
+    if not outcome.finished or not parts or case.has("--lora-rank") or case.has("--lora-init"):
+        return None
+    for step, entry in sorted(outcome.log.items()):
+        for part in sorted(parts):
+            if norm := entry.get(f"grad norm {part}"):
+                return f"step {step}: {part} is frozen, and its gradient has the norm {norm}"
+    exported = sorted((outcome.folder / "hf").glob("iter_*"))
+    if not exported or case.has("--task") or _limits(case) is HALF:
+        return None
+    (moved,) = run_layout(plain.moved_parts, 1, outcome.model, exported[-1], timeout=bench.timeout)
+    if wrong := parts & set(moved):
+        return f"{', '.join(sorted(wrong))} is frozen, and its exported tensors are others"
+    return None
+
+
 def never_stopped(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     """A run that was stopped and went on is the run that was not."""
     stop = case.stop
@@ -338,8 +359,10 @@ def _recipe(case: Case, outcome: Outcome) -> plain.Recipe | None:
         return None
     if loss not in (*_TOKEN_LOSSES, *_LOGGED) or _cuts(case):
         return None
-    if style not in ("constant", "linear", "cosine") or case.has("--num-epochs"):
+    if style not in ("constant", "linear", "cosine"):
         return None
+    if case.has("--num-epochs") and style != "constant":
+        return None  # the schedule's length is not in the case
     parts, value = ("vision", "aligner", "language"), case.value
     trained = tuple(part for part in parts if part != value("--freeze"))
     if case.has("--trainable"):
@@ -536,8 +559,8 @@ def _without_numbers(text: str) -> str:
 
 
 ORACLES: tuple[Oracle, ...] = (
-    crashed, each_record_once, never_stopped, converted_start, single_rank, tokens, plain_loop,
-    export, converted_end, unused, remedy,
+    crashed, each_record_once, frozen, never_stopped, converted_start, single_rank, tokens,
+    plain_loop, export, converted_end, unused, remedy,
 )  # fmt: skip
 """Those that need no other run come first."""
 

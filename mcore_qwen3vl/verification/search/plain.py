@@ -337,6 +337,22 @@ def _loss_of_pair(model: Any, reference: Any, pair: Sequence[Encoded], recipe: R
     return -F.logsigmoid(recipe.beta * (scores[0] - scores[1]) - recipe.gamma)
 
 
+def moved_parts(model_folder: Path, other_folder: Path) -> list[str]:
+    """Return the parts of a model of which another has other values, in float32."""
+    from safetensors.torch import load_file
+
+    mine, other = (
+        dict(item for file in folder.glob("*.safetensors") for item in load_file(file).items())
+        for folder in (model_folder, other_folder)
+    )
+    found = (
+        part_of(name)
+        for name in mine.keys() & other.keys()
+        if not mine[name].float().equal(other[name].float())
+    )
+    return sorted(set(found))
+
+
 def mean_loss(model_folder: Path, records: Sequence[Mapping[str, Any]], folder: Path) -> float:
     """Return the mean loss of the trained tokens of all records, under a model as it is loaded."""
     from transformers import AutoModelForImageTextToText, AutoProcessor

@@ -218,6 +218,8 @@ def makers_of(loss: type[Loss], name: str) -> tuple[Maker, ...]:
         return PAIRS
     if loss.made_up_records.get("labelled"):
         return (labelled,)
+    if name != "cross_entropy":  # what tells its losses apart are weights
+        return (weights, one_image, page)
     return (*CONVERSATIONS, *DOCUMENTS)
 
 
