@@ -123,14 +123,14 @@ def measure_layout(path: Path, layout: str, **options: Any) -> str:
 
 def formula_row(path: Path, layout: str, batches: list[str], gradients: bool, dtype: Any) -> str:
     """Return a layout's row of what ``verify parity`` calculates, in memory and in files."""
-    from mcore_qwen3vl.verification.parity.case import AdamW, Case
+    from mcore_qwen3vl.verification.parity.case import AdamW, ParityCase
     from mcore_qwen3vl.verification.parity.comparison import memory_and_disk_of
     from mcore_qwen3vl.verification.parity.reference import ReferenceCheckpoint
 
     cells = []
     for in_files in (False, True):
         step = AdamW() if gradients and dtype == "fp32" else None
-        case = Case(
+        case = ParityCase(
             Layout.parse(layout),
             dtype=dtype,
             gradients=gradients,

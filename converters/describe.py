@@ -21,7 +21,7 @@ from mcore_qwen3vl.converters.adapters.adapter import Adapter, AdapterFile, Role
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.hf.companions import read_form
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.identify import CheckpointPlace, Kind, identify
+from mcore_qwen3vl.converters.identify import CheckpointPlace, PathKind, identify
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.converters.mapping.dialects import dialect_of
 from mcore_qwen3vl.converters.mapping.forms import Form
@@ -119,13 +119,15 @@ def inspect_path(path: str | Path, *, hf_config: str | Path | None = None) -> In
             folder, which the message names.
     """
     place = identify(path)
-    if place.kind is not Kind.CONFIG or place.path.is_dir():
+    if place.kind is not PathKind.CONFIG or place.path.is_dir():
         place.require_whole(or_config=True)
-    if place.kind in (Kind.MEGATRON, Kind.UNKNOWN):
+    if place.kind in (PathKind.MEGATRON, PathKind.UNKNOWN):
         return _inspect_megatron(place, None if hf_config is None else Path(hf_config))
     if hf_config is not None:
         raise BadInput(f"{path} is no Megatron-Core checkpoint: --hf-config is not for it.")
-    return (_inspect_huggingface if place.kind is Kind.HUGGINGFACE else _inspect_config)(place.path)
+    return (_inspect_huggingface if place.kind is PathKind.HUGGINGFACE else _inspect_config)(
+        place.path
+    )
 
 
 def _inspect_megatron(place: CheckpointPlace, hf_config: Path | None) -> Inspection:

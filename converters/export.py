@@ -25,7 +25,7 @@ from mcore_qwen3vl.converters.hf.companions import copy_companions
 from mcore_qwen3vl.converters.hf.config_file import Changes, dtype_to_state
 from mcore_qwen3vl.converters.hf.hf_checkpoint import holder_of_mtp
 from mcore_qwen3vl.converters.identify import INDEX, identify
-from mcore_qwen3vl.converters.live import Models, Part, factor_parts, hf_parts, table_of, unwrap
+from mcore_qwen3vl.converters.live import Models, Overlap, factor_parts, hf_parts, table_of, unwrap
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.converters.mapping.table import MTP, hf_shapes, table
 from mcore_qwen3vl.converters.offline.engine import group_units
@@ -155,10 +155,10 @@ class Gatherer:
     """
 
     def __init__(
-        self, models: Models, parts: Iterable[Part], shapes: dict[str, tuple[int, ...]]
+        self, models: Models, parts: Iterable[Overlap], shapes: dict[str, tuple[int, ...]]
     ) -> None:
         self._device = next(unwrap(models)[0].parameters()).device
-        self._parts: dict[str, list[Part]] = {}
+        self._parts: dict[str, list[Overlap]] = {}
         for part in parts:
             if part.main:
                 self._parts.setdefault(part.name, []).append(part)

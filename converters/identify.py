@@ -62,7 +62,7 @@ FORMATS = {
 DEFAULT_FORMAT = "torch_dist"
 
 
-class Kind(StrEnum):
+class PathKind(StrEnum):
     """What can be done with a path."""
 
     HUB_ID = "hub id"
@@ -75,7 +75,7 @@ class Kind(StrEnum):
     UNKNOWN = "unknown"
 
 
-class Rule(NamedTuple):
+class PathRule(NamedTuple):
     """One form that a path may have.
 
     Attributes:
@@ -85,7 +85,7 @@ class Rule(NamedTuple):
     """
 
     form: str
-    kind: Kind
+    kind: PathKind
     find: Callable[[Path], Path | None]
     refusal: str = ""
 
@@ -94,7 +94,8 @@ class Rule(NamedTuple):
 class CheckpointPlace:
     """What a path is, by the first of `RULES` that fits it.
 
-    It has no `Rule`: ranks on GPUs are started with a pickled place, and a lambda has no pickle.
+    It has no `PathRule`: ranks on GPUs are started with a pickled place, and a lambda has no
+    pickle.
 
     Attributes:
         form, kind, refusal: those of the rule; the last names this path.
@@ -109,7 +110,7 @@ class CheckpointPlace:
 
     path: Path
     form: str
-    kind: Kind
+    kind: PathKind
     refusal: str
     folder: Path
     hf: Path | None
@@ -120,7 +121,7 @@ class CheckpointPlace:
     @property
     def is_checkpoint(self) -> bool:
         """Whether it looks like a Megatron or a Hugging Face checkpoint."""
-        return self.kind in (Kind.MEGATRON, Kind.HUGGINGFACE) and not self.flaw
+        return self.kind in (PathKind.MEGATRON, PathKind.HUGGINGFACE) and not self.flaw
 
     def config(self, *, flag: str = "--hf-config") -> Path:
         """Return the folder where config, tokenizer and processor are, or should be.
@@ -129,7 +130,7 @@ class CheckpointPlace:
             BadInput: a Megatron checkpoint has none; the message names the option, `flag`, that
                 names another.
         """
-        if self.hf is None and self.kind is Kind.MEGATRON:
+        if self.hf is None and self.kind is PathKind.MEGATRON:
             self.weights()  # if the tracker is wrong, that is the cause
             raise BadInput(
                 f"{self.path} has no {HF_FOLDER}/{CONFIG}, so the model's shape is "
@@ -161,7 +162,7 @@ class CheckpointPlace:
     ) -> None:
         """Raise BadInput if it is known to be something else; the message ends in `instead`."""
         self.require_whole()
-        if self.kind is Kind.HUGGINGFACE:
+        if self.kind is PathKind.HUGGINGFACE:
             raise BadInput(
                 f"{self.path} is a Hugging Face checkpoint, but a Megatron-Core one is needed "
                 f"here: {instead}."
@@ -172,7 +173,7 @@ class CheckpointPlace:
     ) -> None:
         """Raise BadInput if it is known to be something else; the message ends in `instead`."""
         self.require_whole()
-        if self.kind is Kind.MEGATRON:
+        if self.kind is PathKind.MEGATRON:
             raise BadInput(
                 f"{self.path} is a Megatron-Core checkpoint, but a Hugging Face one is needed "
                 f"here: {instead}."
@@ -189,7 +190,7 @@ class CheckpointPlace:
         self.require_directory()
         if self.refusal:
             raise BadInput(self.refusal)
-        if self.is_checkpoint or (self.kind is Kind.CONFIG and or_config):
+        if self.is_checkpoint or (self.kind is PathKind.CONFIG and or_config):
             return
         readable = (f for f in sorted(self.path.iterdir()) if os.access(f, os.R_OK | os.X_OK))
         if inside := [f for f in readable if identify(f).is_checkpoint]:
@@ -227,14 +228,14 @@ def identify(source: str | Path) -> CheckpointPlace:
     rule, folder = next((r, f) for r in rules if (f := r.find(path)) is not None)
     iteration = RELEASE if folder.name == RELEASE else number_of(folder)
     format, flaw, of_run = None, "", iteration is not None
-    if rule.kind is Kind.MEGATRON:
+    if rule.kind is PathKind.MEGATRON:
         format, of_run = _format_in(folder) or DEFAULT_FORMAT, True
         try:
             read_tracker(path)
         except BadInput as error:
             flaw = str(error)
     places = [path]
-    if rule.kind is not Kind.HUGGINGFACE:
+    if rule.kind is not PathKind.HUGGINGFACE:
         places = [path / HF_FOLDER, path, folder / HF_FOLDER, folder]  # Bridge's are in `folder`
         if of_run:
             places += [folder.parent / HF_FOLDER, folder.parent / VERL_HF_FOLDER]
@@ -372,41 +373,41 @@ _ADAPTER = (
 )
 
 RULES = (
-    Rule(
+    PathRule(
         "a hub id",
-        Kind.HUB_ID,
+        PathKind.HUB_ID,
         lambda path: path if HUB_ID.fullmatch(str(path)) and not path.exists() else None,
     ),
-    Rule("nothing", Kind.MISSING, lambda path: None if path.exists() else path),
-    Rule("a file", Kind.CONFIG, lambda path: path if path.is_file() else None),
-    Rule(
+    PathRule("nothing", PathKind.MISSING, lambda path: None if path.exists() else path),
+    PathRule("a file", PathKind.CONFIG, lambda path: path if path.is_file() else None),
+    PathRule(
         "an adapter beside weights",
-        Kind.ADAPTER,
+        PathKind.ADAPTER,
         lambda path: _finder_of(ADAPTER_CONFIG)(path) and _finder_of(SINGLE, INDEX)(path),
         "{path} holds a whole model and a LoRA adapter, and which is meant is not known. "
         "Move the adapter to a folder of its own.",
     ),
-    Rule("an adapter", Kind.ADAPTER, _finder_of(ADAPTER_CONFIG), _ADAPTER),
-    Rule("an iteration of an adapter's run", Kind.ADAPTER, _run_of_adapter, _ADAPTER),
-    Rule("an iteration", Kind.MEGATRON, lambda path: path if _format_in(path) else None),
-    Rule("a step of VERL's", Kind.MEGATRON, _verl_weights),
-    Rule("a run, or a conversion", Kind.MEGATRON, _tracked_folder),
-    Rule("Hugging Face weights", Kind.HUGGINGFACE, _finder_of(SINGLE, INDEX)),
-    Rule(
+    PathRule("an adapter", PathKind.ADAPTER, _finder_of(ADAPTER_CONFIG), _ADAPTER),
+    PathRule("an iteration of an adapter's run", PathKind.ADAPTER, _run_of_adapter, _ADAPTER),
+    PathRule("an iteration", PathKind.MEGATRON, lambda path: path if _format_in(path) else None),
+    PathRule("a step of VERL's", PathKind.MEGATRON, _verl_weights),
+    PathRule("a run, or a conversion", PathKind.MEGATRON, _tracked_folder),
+    PathRule("Hugging Face weights", PathKind.HUGGINGFACE, _finder_of(SINGLE, INDEX)),
+    PathRule(
         "a step of VERL's without Megatron's weights",
-        Kind.ELSEWHERE,
+        PathKind.ELSEWHERE,
         _verl_huggingface,
         "{path} was saved by VERL, and its weights are a Hugging Face checkpoint already: name "
         "{folder}.",
     ),
-    Rule(
+    PathRule(
         "a run of ms-swift's",
-        Kind.ELSEWHERE,
+        PathKind.ELSEWHERE,
         _newest_swift_checkpoint,
         "{path} is a run of ms-swift's, whose checkpoints are below: name {folder}.",
     ),
-    Rule("a config", Kind.CONFIG, _finder_of(CONFIG)),
-    Rule("something else", Kind.UNKNOWN, lambda path: path),
+    PathRule("a config", PathKind.CONFIG, _finder_of(CONFIG)),
+    PathRule("something else", PathKind.UNKNOWN, lambda path: path),
 )
 """The forms that a path may have; the first that fits counts.
 
@@ -435,7 +436,7 @@ def resolve(source: str | Path, *, weights: bool = True) -> Path:
         BadInput: the repository of a hub id cannot be fetched and is not in the cache.
     """
     named = HUB_ID.fullmatch(str(source))
-    if named is None or identify(source).kind is not Kind.HUB_ID:
+    if named is None or identify(source).kind is not PathKind.HUB_ID:
         return Path(source)
     snapshot = _download_snapshot(named["repo"], named["revision"], weights)
     if weights and not any(snapshot.glob("*.safetensors")):

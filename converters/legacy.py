@@ -32,11 +32,11 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.identify import RELEASE
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING, Row, max_rows, table
 from mcore_qwen3vl.converters.megatron_checkpoint import (
+    CheckpointFormat,
     CheckpointIndex,
     Chunk,
     ChunkedTensor,
     FileRange,
-    Format,
     MegatronCheckpoint,
     require_own_keys,
 )
@@ -238,7 +238,7 @@ class RankFile:
     """The mapped file of one rank."""
 
     path: Path
-    rank: Rank
+    rank: ModelParallelRank
     layout: Layout
     models: list[dict[str, Any]]
 
@@ -348,7 +348,7 @@ def _layout_in(content: Any, path: Path) -> Layout:
     return layout
 
 
-def _rank_in_path(path: Path, layout: Layout) -> Rank:
+def _rank_in_path(path: Path, layout: Layout) -> ModelParallelRank:
     """Parse the rank from the folder's name, whose form depends on the layout."""
     pattern = r"mp_rank_(\d{2,})" + r"_(\d{3,})" * ((layout.pp > 1) + (layout.ep > 1))
     match = re.fullmatch(pattern, path.parent.name)
@@ -361,7 +361,7 @@ def _rank_in_path(path: Path, layout: Layout) -> Rank:
         raise BadInput(
             f"{path}: the arguments say {layout}, but the name of its folder says another layout."
         )
-    return Rank(tp, pp, ep)
+    return ModelParallelRank(tp, pp, ep)
 
 
 def _named_parameters(content: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
@@ -435,7 +435,7 @@ _STANDALONE_NORMS = {
 
 
 @dataclass(frozen=True)
-class Rank:
+class ModelParallelRank:
     """One model-parallel position; all ranks in it hold the same parameters."""
 
     tp: int
@@ -472,12 +472,12 @@ def _require_equal_parts(architecture: Architecture) -> None:
         )
 
 
-def _ranks_with_files(layout: Layout) -> list[Rank]:
+def _ranks_with_files(layout: Layout) -> list[ModelParallelRank]:
     """Return one rank per file: the pairs of TP and EP rank that occur in each pipeline stage."""
     # The pairs repeat after so many ranks.
     numbers = range(lcm(layout.tp, layout.etp * layout.ep))
     pairs = {(n % layout.tp, n // layout.etp % layout.ep) for n in numbers}
-    return [Rank(tp, pp, ep) for pp in range(layout.pp) for tp, ep in sorted(pairs)]
+    return [ModelParallelRank(tp, pp, ep) for pp in range(layout.pp) for tp, ep in sorted(pairs)]
 
 
 @dataclass(frozen=True)
@@ -610,7 +610,11 @@ class ToLegacy:
         self.mcore.prepare(tree)
 
     def file(self, unit: Unit, tree: Path) -> Path | None:
-        return tree / RELEASE / unit.name / FILE if isinstance(unit.work[0], Rank) else None
+        return (
+            tree / RELEASE / unit.name / FILE
+            if isinstance(unit.work[0], ModelParallelRank)
+            else None
+        )
 
     def run_unit(self, unit: Unit, tree: Path, advance: Callable[[int, str], None]) -> Any:
         file = self.file(unit, tree)
@@ -631,7 +635,7 @@ class ToLegacy:
     def finish(self, tree: Path, results: dict[str, Any]) -> None:
         self.mcore.write_files_beside(tree, results)
 
-    def models(self, rank: Rank) -> Iterator[tuple[Stage, list[_LocalTensor]]]:
+    def models(self, rank: ModelParallelRank) -> Iterator[tuple[Stage, list[_LocalTensor]]]:
         """Yield the rank's pipeline chunks with their parameters, in the order of the network."""
         for stage, rows in self._pipeline:
             if stage.pp == rank.pp:
@@ -647,7 +651,9 @@ class ToLegacy:
         shares = _rows_by_stage(self.rows, pipeline, tied=a.tie_word_embeddings)
         return list(zip(pipeline, shares, strict=True))
 
-    def _local_tensors(self, stage: Stage, rows: list[Row], rank: Rank) -> Iterator[_LocalTensor]:
+    def _local_tensors(
+        self, stage: Stage, rows: list[Row], rank: ModelParallelRank
+    ) -> Iterator[_LocalTensor]:
         """Yield the rank's parameters of one pipeline chunk, without other ranks' experts."""
         layout = self.layout
         experts = self.mcore.architecture.num_experts // layout.ep
@@ -796,7 +802,7 @@ def _loader_arguments(layout: Layout, spec: Spec, mcore: ToMcore, divisor: int) 
     }
 
 
-FORMAT = Format(
+FORMAT = CheckpointFormat(
     name="torch",
     title="Megatron's legacy format",
     open=LegacyCheckpoint,

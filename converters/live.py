@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from mcore_qwen3vl.config import Architecture, ExpertLayout
 from mcore_qwen3vl.converters.hf.companions import read_form
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.identify import CheckpointPlace, Kind, identify, resolve
+from mcore_qwen3vl.converters.identify import CheckpointPlace, PathKind, identify, resolve
 from mcore_qwen3vl.converters.mapping import forms
 from mcore_qwen3vl.converters.mapping.table import Row, table
 from mcore_qwen3vl.converters.megatron_checkpoint import format_of, open_megatron
@@ -44,9 +44,9 @@ def load_weights(models: Models, place: CheckpointPlace, *, spare_value_head: bo
 
     See :func:`load_checkpoint` and :func:`load_hf`, which this calls.
     """
-    if place.kind is Kind.HUB_ID:
+    if place.kind is PathKind.HUB_ID:
         place = identify(resolve(place.path))
-    if place.kind in (Kind.HUGGINGFACE, Kind.CONFIG):
+    if place.kind in (PathKind.HUGGINGFACE, PathKind.CONFIG):
         load_hf(models, place.path, spare_value_head=spare_value_head)
     else:  # an iteration, perhaps a half-written one
         load_checkpoint(models, place.path)
@@ -159,7 +159,7 @@ Values = Callable[[nn.Parameter], Tensor | None]
 
 
 @dataclass(frozen=True)
-class Part:
+class Overlap:
     """The overlap of a local tensor and one Hugging Face tensor.
 
     Attributes:
@@ -211,7 +211,7 @@ def gradient(parameter: nn.Parameter) -> Tensor | None:
 
 def hf_parts(
     models: Models, values: Values = weight, *, expert_layout: ExpertLayout | None = None
-) -> Iterator[Part]:
+) -> Iterator[Overlap]:
     """Yield every local parameter, cut into parts of Hugging Face tensors.
 
     Adapters are left out.
@@ -251,7 +251,7 @@ def table_of(
     chunks: Sequence[Any],
     expert_layout: ExpertLayout | None = None,
     *,
-    head: forms.Head | None = None,
+    head: forms.HeadForm | None = None,
     mtp: bool = False,
 ) -> list[Row]:
     """Return the table of a running model, with its padded vocabulary and, by default, its head.
@@ -305,7 +305,7 @@ def check_replicas(models: Any) -> None:
         )
 
 
-def factor_parts(models: Models, values: Values = weight) -> Iterator[Part]:
+def factor_parts(models: Models, values: Values = weight) -> Iterator[Overlap]:
     """Yield every local factor, cut into parts of PEFT's tensors.
 
     Yields:
@@ -325,7 +325,7 @@ def factor_parts(models: Models, values: Values = weight) -> Iterator[Part]:
                     continue
                 main = is_main_replica(entries[name].replica_id)
                 for box, local in pair.parts(factor, tensor):
-                    yield Part(f"{pair.name}.{factor}", box, local, main, name)
+                    yield Overlap(f"{pair.name}.{factor}", box, local, main, name)
 
 
 @torch.no_grad()
@@ -353,7 +353,7 @@ def initialize_factors(models: Models, seed: int) -> None:
         for _, pair in chunk.adapter.pairs()
         for factor in pair.places
     }
-    by_name: dict[str, list[Part]] = {}
+    by_name: dict[str, list[Overlap]] = {}
     for part in factor_parts(models):
         by_name.setdefault(part.name, []).append(part)
     for name, parts in by_name.items():
@@ -399,7 +399,7 @@ def _sharded_pieces(entry: Any, tensor: Tensor) -> Iterator[ShardedTensor]:
         yield replace(entry, data=tensor, dtype=tensor.dtype)
 
 
-def _parts_of_piece(row: Row, piece: ShardedTensor, parameter: str) -> Iterator[Part]:
+def _parts_of_piece(row: Row, piece: ShardedTensor, parameter: str) -> Iterator[Overlap]:
     """Yield the parts of Hugging Face tensors that make a box of a row's piece."""
     start, *others = piece.global_offset[piece.prepend_axis_num :]
     length, *widths = piece.local_shape
@@ -411,7 +411,7 @@ def _parts_of_piece(row: Row, piece: ShardedTensor, parameter: str) -> Iterator[
         rows = slice(first, last)
         box: Selection = (*columns, rows) if how.transposed else (rows, *columns)
         named = row.sources[source]
-        yield Part(
+        yield Overlap(
             name=named.name,
             box=named.place(box),
             local=local.T if how.transposed else local,

@@ -426,7 +426,7 @@ def _would_be_rounded(centred: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Format:
+class CheckpointFormat:
     """One format of Megatron checkpoints.
 
     Attributes:
@@ -448,13 +448,13 @@ class Format:
 
 
 @cache
-def formats() -> dict[str, Format]:
+def formats() -> dict[str, CheckpointFormat]:
     """Return every known format, by name."""
     # Imported by name, since the modules themselves import this one.
     return {name: import_module(files.module).FORMAT for name, files in FORMATS.items()}
 
 
-def format_named(name: str) -> Format:
+def format_named(name: str) -> CheckpointFormat:
     """Return the format with this name; raise BadInput if there is none."""
     if name not in formats():
         raise BadInput(
@@ -464,7 +464,7 @@ def format_named(name: str) -> Format:
     return formats()[name]
 
 
-def format_of(place: CheckpointPlace) -> Format:
+def format_of(place: CheckpointPlace) -> CheckpointFormat:
     """Return the format of a Megatron checkpoint, or the default one for anything else."""
     return formats()[place.format or DEFAULT_FORMAT]
 

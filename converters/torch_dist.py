@@ -22,19 +22,19 @@ from torch import Tensor
 from mcore_qwen3vl.converters.identify import CHECKPOINT_CONFIG
 from mcore_qwen3vl.converters.mapping.table import Row
 from mcore_qwen3vl.converters.megatron_checkpoint import (
+    CheckpointFormat,
     CheckpointIndex,
     Chunk,
     ChunkedTensor,
     FileRange,
-    Format,
     MegatronCheckpoint,
 )
 from mcore_qwen3vl.converters.storage.archive import (
     FAILURES,
     BadArchive,
     Described,
-    Record,
-    Refused,
+    NotAllowed,
+    PickledObject,
     Sums,
     arguments_in,
     load,
@@ -187,7 +187,7 @@ class DistcpFile(DirectFile):
         return FileRange(self._name, start, self.tell() - start)
 
 
-FORMAT = Format(
+FORMAT = CheckpointFormat(
     name="torch_dist",
     title="the torch_dist format",
     open=lambda folder, architecture: TorchDistCheckpoint(folder),
@@ -231,7 +231,7 @@ def read_metadata(folder: Path) -> CheckpointIndex:
     file = folder / METADATA
     try:
         return _index_of(loads_metadata(file.read_bytes()))
-    except Refused as error:
+    except NotAllowed as error:
         raise refusal_error(file, error) from None
     except FileNotFoundError:
         raise BadInput(f"{file} is missing. Copy the checkpoint again.") from None
@@ -243,7 +243,7 @@ def read_metadata(folder: Path) -> CheckpointIndex:
 
 
 def _is_record(value: Any, name: str) -> bool:
-    return isinstance(value, Record) and type(value).__name__ == name
+    return isinstance(value, PickledObject) and type(value).__name__ == name
 
 
 def _index_of(metadata: Any) -> CheckpointIndex:
@@ -262,7 +262,7 @@ def _index_of(metadata: Any) -> CheckpointIndex:
     return index
 
 
-def _ranges_in(storage: dict[Any, Record]) -> dict[tuple[str, Shape | None], FileRange]:
+def _ranges_in(storage: dict[Any, PickledObject]) -> dict[tuple[str, Shape | None], FileRange]:
     """Return the range of each chunk and object, after checking that no two ranges overlap."""
     ranges: dict[tuple[str, Shape | None], FileRange] = {}
     for at, info in storage.items():
@@ -281,7 +281,9 @@ def _ranges_in(storage: dict[Any, Record]) -> dict[tuple[str, Shape | None], Fil
     return ranges
 
 
-def _chunked_tensor(key: str, described: Record, ranges: dict[Any, FileRange]) -> ChunkedTensor:
+def _chunked_tensor(
+    key: str, described: PickledObject, ranges: dict[Any, FileRange]
+) -> ChunkedTensor:
     """Make the index entry of a tensor, after checking that its chunks lie inside it."""
     dtype = described["properties"].state[0]
     if not isinstance(dtype, torch.dtype):
@@ -298,7 +300,7 @@ def _chunked_tensor(key: str, described: Record, ranges: dict[Any, FileRange]) -
     return tensor
 
 
-def _read_range(info: Record) -> FileRange:
+def _read_range(info: PickledObject) -> FileRange:
     """Return where data lie; raise UnpicklingError for a file elsewhere or compressed data."""
     file, offset, length = info["relative_path"], info["offset"], info["length"]
     plain = isinstance(file, str) and file == PurePosixPath(file).name and "\0" not in file

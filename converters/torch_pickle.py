@@ -21,8 +21,8 @@ import torch
 import xxhash
 
 from mcore_qwen3vl.converters.storage.archive import (
-    Record,
-    Refused,
+    NotAllowed,
+    PickledObject,
     RestrictedUnpickler,
     make_ordered_dict,
     make_set,
@@ -53,7 +53,7 @@ def without_checksum(data: bytes) -> bytes:
 
 
 def loads_metadata(data: bytes) -> Any:
-    """Return the pickle's content with every class replaced by an inert `Record`."""
+    """Return the pickle's content with every class replaced by an inert `PickledObject`."""
     return _Unpickler(without_checksum(data)).load()
 
 
@@ -135,7 +135,7 @@ class _GuardedPickle:
     def load(stream: Any) -> Any:
         try:
             return _Admitting(io.BytesIO(without_checksum(stream.read()))).load()
-        except Refused as error:
+        except NotAllowed as error:
             raise refusal_error(getattr(stream, "name", METADATA), error) from None
 
 
@@ -187,8 +187,12 @@ STAND_INS: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): make_ordered_dict,
     ("builtins", "set"): make_set,
     ("copyreg", "_reconstructor"): reconstruct,
-    ("builtins", "object"): Record,
-    **{(m, name): type(name, (Record,), {}) for m, names in RECORDS.items() for name in names},
+    ("builtins", "object"): PickledObject,
+    **{
+        (m, name): type(name, (PickledObject,), {})
+        for m, names in RECORDS.items()
+        for name in names
+    },
 }
 CALLED = {"__builtin__": "builtins", "copy_reg": "copyreg", "pathlib._local": "pathlib"}
 """What Python 3.12 calls modules that Python 2's pickles, or Python 3.13, name otherwise."""
@@ -205,4 +209,4 @@ def _stand_in_of(module: str, name: str) -> Any:
         return stand_in
     if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
         return dtype
-    raise Refused(f"{module}.{name}")
+    raise NotAllowed(f"{module}.{name}")

@@ -34,7 +34,7 @@ from mcore_qwen3vl.converters.convert import (
     hf_to_mcore,
     mcore_to_hf,
 )
-from mcore_qwen3vl.converters.identify import Kind, identify, resolve
+from mcore_qwen3vl.converters.identify import PathKind, identify, resolve
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
@@ -439,10 +439,10 @@ class ConversionReport:
         return {**asdict(self.result), "equal": self.equal, "comparison": compared}
 
 
-_DIRECTIONS: dict[tuple[Kind, str | None], tuple[Callable[..., ConversionResult], set[str]]] = {
-    (Kind.HUGGINGFACE, "megatron"): (hf_to_mcore, {*McoreOptions.__annotations__}),
-    (Kind.MEGATRON, "huggingface"): (mcore_to_hf, {*HFOptions.__annotations__, "hf_config"}),
-    (Kind.HUGGINGFACE, "huggingface"): (hf_to_hf, {*HFOptions.__annotations__, "vocab_size"}),
+_DIRECTIONS: dict[tuple[PathKind, str | None], tuple[Callable[..., ConversionResult], set[str]]] = {
+    (PathKind.HUGGINGFACE, "megatron"): (hf_to_mcore, {*McoreOptions.__annotations__}),
+    (PathKind.MEGATRON, "huggingface"): (mcore_to_hf, {*HFOptions.__annotations__, "hf_config"}),
+    (PathKind.HUGGINGFACE, "huggingface"): (hf_to_hf, {*HFOptions.__annotations__, "vocab_size"}),
 }
 """The function of each direction and its options, by what the source is and the target's form."""
 
@@ -482,7 +482,7 @@ def convert(
     source = resolve(_require_path("src", src))
     place = identify(source)
     place.require_whole()
-    to = to or ("megatron" if place.kind is Kind.HUGGINGFACE else "huggingface")
+    to = to or ("megatron" if place.kind is PathKind.HUGGINGFACE else "huggingface")
     if (place.kind, to) not in _DIRECTIONS:
         raise BadInput(f"{src} is a Megatron-Core checkpoint already: pass to='huggingface'.")
     run, known = _DIRECTIONS[place.kind, to]
@@ -538,8 +538,8 @@ def score(
         out: file to write; default: beside `data`, where training looks for its reference.
         layout: parallel sizes; default: all of them 1.
         device: see :func:`load_model`.
-        options: fields of :class:`mcore_qwen3vl.scoring.score.Request`, such as `task`, `top_k`,
-            `entropy`, `seq_length` and `force`.
+        options: fields of :class:`mcore_qwen3vl.scoring.score.ScoreRequest`, such as `task`,
+            `top_k`, `entropy`, `seq_length` and `force`.
 
     Returns:
         The summary with `perplexity`, counts and `to_dict()`; None on ranks other than the first.
@@ -550,13 +550,13 @@ def score(
     """
     layout = _require_layout(layout)
     chosen = _choose_device(device)
-    from mcore_qwen3vl.scoring.score import Request
+    from mcore_qwen3vl.scoring.score import ScoreRequest
     from mcore_qwen3vl.scoring.score import score as write_scores
 
-    known = {field.name for field in fields(Request)} - {"checkpoint", "data", "out", "layout"}
+    known = {field.name for field in fields(ScoreRequest)} - {"checkpoint", "data", "out", "layout"}
     if unknown := sorted(options.keys() - known):
         raise BadInput(f"{unknown[0]} is no option of score, which has {', '.join(sorted(known))}.")
-    request = Request(
+    request = ScoreRequest(
         resolve(_require_path("checkpoint", checkpoint)),
         Path(_require_path("data", data)),
         None if out is None else Path(_require_path("out", out)),
@@ -622,7 +622,7 @@ def verify(
 
     if other is not None:
         return compare_checkpoints(place.path, other)
-    if place.kind is Kind.MEGATRON:
+    if place.kind is PathKind.MEGATRON:
         return check_manifest(place.path)
     return roundtrip(place.path, None, lambda title: nullcontext(lambda done, total, name: None))
 
@@ -641,7 +641,7 @@ def _verify_computation(
         )
     if dist.is_initialized():
         raise BadInput("verify starts ranks of its own: call it in a process without load_model.")
-    if reference is None and identify(checkpoint).kind is Kind.MEGATRON:
+    if reference is None and identify(checkpoint).kind is PathKind.MEGATRON:
         raise BadInput(
             f"{checkpoint} is a Megatron-Core checkpoint: name the Hugging Face one whose model "
             "computes the same as reference=."

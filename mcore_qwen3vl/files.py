@@ -259,8 +259,8 @@ def refuse_special_files(folder: Path) -> None:
                 ) from None
             if not ordinary and os.path.exists(entry):
                 raise BadInput(
-                    f"{entry.path} is a pipe, a socket or a device, or a link to one, which has no "
-                    "place in a checkpoint. Put the file itself there."
+                    f"{entry.path} is a pipe, a socket or a device, or a link to one, which cannot "
+                    "be read here. Put the file itself there."
                 )
 
 

@@ -190,7 +190,7 @@ def check_lengths(architecture: Architecture, prompts: Prompts, max_new_tokens: 
 
 
 @dataclass(frozen=True)
-class Request(ModelRequest):
+class GenerationRequest(ModelRequest):
     """The conversations to answer, and the checkpoint.
 
     Attributes:
@@ -204,7 +204,7 @@ class Request(ModelRequest):
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def generate_on_all_ranks(request: Request, *, on_cpu: bool = False) -> list[Generation]:
+def generate_on_all_ranks(request: GenerationRequest, *, on_cpu: bool = False) -> list[Generation]:
     """Generate on all ranks: torchrun's if torchrun started us, otherwise ranks started here.
 
     Prompts are read and checked before a process starts or a weight is loaded.

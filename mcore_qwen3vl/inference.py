@@ -18,7 +18,7 @@ from mcore_qwen3vl.converters.adapters.adapter import (
     read_adapter,
     unused_of_adapter,
 )
-from mcore_qwen3vl.converters.identify import Kind, identify
+from mcore_qwen3vl.converters.identify import PathKind, identify
 from mcore_qwen3vl.converters.live import load_weights
 from mcore_qwen3vl.converters.mapping.forms import SCORE
 from mcore_qwen3vl.converters.storage.dtypes import DTYPES
@@ -109,10 +109,10 @@ def hf_folder_of(checkpoint: Path, hf: Path | None, command: str) -> Path:
         BadInput: the checkpoint has no such folder, or is a LoRA adapter.
     """
     place = identify(checkpoint)
-    if place.kind is Kind.ADAPTER:
+    if place.kind is PathKind.ADAPTER:
         raise BadInput(f"{checkpoint} is a LoRA adapter: `{command} BASE --lora {place.folder}`.")
     place.require_whole()
-    if place.kind is Kind.MEGATRON:
+    if place.kind is PathKind.MEGATRON:
         place.require_base()
     folder = hf or place.config(flag="--hf-model")
     if not (folder / "config.json").is_file():

@@ -26,7 +26,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import LONGEST_NAME, atomic_write, hidden_beside, only_writer
 from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.rehearsal.command import Command
-from mcore_qwen3vl.rehearsal.rehearse import Device, Rehearsal
+from mcore_qwen3vl.rehearsal.rehearse import Rehearsal, RehearsedGpu
 from mcore_qwen3vl.rehearsal.report import write_page
 from mcore_qwen3vl.runtime.gpus import find_gpu
 from mcore_qwen3vl.runtime.launch import run_layout
@@ -87,7 +87,7 @@ def test_clean_records(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_the_page_of_a_rehearsal(tmp_path: Path) -> None:
-    device = Device(find_gpu("h100-80gb"), 80.0, 2.0)
+    device = RehearsedGpu(find_gpu("h100-80gb"), 80.0, 2.0)
     run = Command(("--hf-model", str(PUBLISHED / "8b.json")), 1)
     found = Rehearsal(run, device)
     said = r"page\.html cannot be written: File too large.*--report"

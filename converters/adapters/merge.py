@@ -29,7 +29,7 @@ from mcore_qwen3vl.converters.adapters.adapter import (
 )
 from mcore_qwen3vl.converters.hf.config_file import Changes
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.identify import ADAPTER_CONFIG, Kind, identify
+from mcore_qwen3vl.converters.identify import ADAPTER_CONFIG, PathKind, identify
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD, head_of
 from mcore_qwen3vl.converters.mapping.table import Row, SourceTensor, table
 from mcore_qwen3vl.converters.offline.engine import ConversionPlan, ConversionResult, plan_and_write
@@ -86,7 +86,7 @@ def plan_merge(
     base, adapter = Path(base), Path(adapter)
     wanted = parse_dtype(dtype)
     place = identify(base)
-    if place.kind is Kind.ADAPTER:
+    if place.kind is PathKind.ADAPTER:
         raise BadInput(f"{base} is an adapter. Name the base checkpoint first, then the adapter.")
     place.require_huggingface()
     architecture = Architecture.from_hf(base)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from mcore_qwen3vl.config import read_config_file
 from mcore_qwen3vl.converters.identify import INDEX
-from mcore_qwen3vl.converters.mapping.forms import CLASSIFIER, HEADS, NAMES, Form, Head
+from mcore_qwen3vl.converters.mapping.forms import CLASSIFIER, HEADS, NAMES, Form, HeadForm
 from mcore_qwen3vl.converters.storage.staging import write_durably
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json, refuse_links_out, refuse_special_files
@@ -140,7 +140,7 @@ def read_form(folder: Path) -> Form:
         split = content.get("split_experts", [])
         if not isinstance(split, list) or not all(isinstance(start, str) for start in split):
             raise ValueError(f"split_experts {split!r:.40}")
-        return Form(NAMES[content["names"]], Head(kind, labels, bias), tuple(split))
+        return Form(NAMES[content["names"]], HeadForm(kind, labels, bias), tuple(split))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise BadInput(
             f"{file} does not say how the checkpoint's tensors are called ({error!r:.200}). "

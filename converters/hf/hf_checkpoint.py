@@ -21,7 +21,7 @@ from torch import Tensor
 from mcore_qwen3vl.config import MODEL_TYPES, Architecture, read_config_file, ties_embeddings
 from mcore_qwen3vl.converters.hf import quantized
 from mcore_qwen3vl.converters.hf.shards import DTYPES, TensorHeader
-from mcore_qwen3vl.converters.identify import INDEX, SINGLE, Kind, identify
+from mcore_qwen3vl.converters.identify import INDEX, SINGLE, PathKind, identify
 from mcore_qwen3vl.converters.mapping import forms
 from mcore_qwen3vl.converters.mapping.table import MTP, TEXT, Row, hf_shapes
 from mcore_qwen3vl.converters.storage.boxes import Selection, Shape, with_explicit_bounds
@@ -48,7 +48,7 @@ def holder_of_mtp(folder: Path, architecture: Architecture) -> HuggingFaceCheckp
     Raises:
         BadInput: the weights in `folder` are damaged.
     """
-    if not architecture.mtp_num_hidden_layers or identify(folder).kind is not Kind.HUGGINGFACE:
+    if not architecture.mtp_num_hidden_layers or identify(folder).kind is not PathKind.HUGGINGFACE:
         return None
     checkpoint = HuggingFaceCheckpoint(folder)
     return checkpoint if checkpoint.has_mtp else None

@@ -140,7 +140,7 @@ HEADS = {
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadForm:
     """A head, with what the config does not say of it.
 
     Attributes:
@@ -159,20 +159,20 @@ class Head:
         return self.kind in (LANGUAGE_MODEL, TIED_COPY)
 
     @property
-    def in_megatron(self) -> Head:
+    def in_megatron(self) -> HeadForm:
         """The same head where a tied one is stored once."""
         return AS_CONFIG if self.kind == TIED_COPY else self
 
 
-AS_CONFIG = Head()
+AS_CONFIG = HeadForm()
 """A language model's, tied to the embedding or not as the config says."""
 
 
-def head_of(labels: Labels | None) -> Head:
+def head_of(labels: Labels | None) -> HeadForm:
     """Return the head of a running model; None stands for logits, and no labels for no head."""
     if labels is None:
         return AS_CONFIG
-    return Head(CLASSIFIER, len(labels)) if labels else Head(HEADLESS)
+    return HeadForm(CLASSIFIER, len(labels)) if labels else HeadForm(HEADLESS)
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Form:
     """
 
     names: Names = CURRENT
-    head: Head = AS_CONFIG
+    head: HeadForm = AS_CONFIG
     split_experts: tuple[str, ...] = ()
 
     @property
@@ -258,12 +258,12 @@ def recognise_form(shapes: Mapping[str, Shape], *, tied: bool, has_vision: bool)
     return Form(next(iter(schemes.values()), CURRENT), _stored_head(shapes, tied))
 
 
-def _stored_head(shapes: Mapping[str, Shape], tied: bool) -> Head:
+def _stored_head(shapes: Mapping[str, Shape], tied: bool) -> HeadForm:
     if (score := shapes.get(SCORE)) is not None:
-        return Head(CLASSIFIER, labels=score[0] if score else 0, bias=SCORE_BIAS in shapes)
+        return HeadForm(CLASSIFIER, labels=score[0] if score else 0, bias=SCORE_BIAS in shapes)
     if LM_HEAD in shapes:
-        return Head(TIED_COPY) if tied else AS_CONFIG
-    return AS_CONFIG if tied else Head(HEADLESS)
+        return HeadForm(TIED_COPY) if tied else AS_CONFIG
+    return AS_CONFIG if tied else HeadForm(HEADLESS)
 
 
 def rename_entries[Entry](entries: Mapping[str, Entry], names: Names) -> dict[str, Entry]:

@@ -10,7 +10,7 @@ from functools import cache
 from typing import NamedTuple
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.mapping.forms import AS_CONFIG, Head
+from mcore_qwen3vl.converters.mapping.forms import AS_CONFIG, HeadForm
 from mcore_qwen3vl.converters.mapping.table import MTP, table
 
 _PARTS = (
@@ -48,7 +48,7 @@ class Group(NamedTuple):
 
 @cache
 def count(
-    architecture: Architecture, head: Head = AS_CONFIG, *, mtp: bool = False
+    architecture: Architecture, head: HeadForm = AS_CONFIG, *, mtp: bool = False
 ) -> Counter[Group]:
     """Count the parameters of each group, in the order of the table. Do not change the result.
 
@@ -64,7 +64,7 @@ def count(
 
 
 def count_by_part(
-    architecture: Architecture, head: Head = AS_CONFIG, *, mtp: bool = False
+    architecture: Architecture, head: HeadForm = AS_CONFIG, *, mtp: bool = False
 ) -> Counter[str]:
     """Count the parameters of each part; a part that the model lacks has 0."""
     counts: Counter[str] = Counter()
@@ -73,12 +73,12 @@ def count_by_part(
     return counts
 
 
-def total(architecture: Architecture, head: Head = AS_CONFIG) -> int:
+def total(architecture: Architecture, head: HeadForm = AS_CONFIG) -> int:
     """Count all parameters; a tied head and the embedding count once."""
     return count(architecture, head).total()
 
 
-def active(architecture: Architecture, head: Head = AS_CONFIG) -> int:
+def active(architecture: Architecture, head: HeadForm = AS_CONFIG) -> int:
     """Count the parameters used for one token: all parts, but only the top k experts a layer."""
     idle = count_by_part(architecture, head)["experts"] - count_active_expert_parameters(
         architecture

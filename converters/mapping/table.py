@@ -197,7 +197,7 @@ def table(
     *,
     expert_layout: ExpertLayout | None = None,
     padded_vocab_size: int | None = None,
-    head: forms.Head = forms.AS_CONFIG,
+    head: forms.HeadForm = forms.AS_CONFIG,
     mtp: bool = False,
 ) -> list[Row]:
     """Return every row of a model, in the order of the network.
@@ -313,7 +313,7 @@ def shard_suffix(place: list[tuple[int, int]]) -> str:
     return f"shard_{'.'.join(str(at) for at, _ in place)}_{'.'.join(str(n) for _, n in place)}"
 
 
-def _rows_outside_layers(a: Architecture, padded: int, head: forms.Head) -> Iterator[Row]:
+def _rows_outside_layers(a: Architecture, padded: int, head: forms.HeadForm) -> Iterator[Row]:
     """Yield the rows outside the layers: embedding, head and final norm."""
     vocabulary = [(EMBEDDING, forms.INPUT_EMBEDDING)]
     if head.kind == forms.TIED_COPY:

@@ -24,7 +24,7 @@ from mcore_qwen3vl import __version__
 from mcore_qwen3vl.converters.hf.companions import sha256_of
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.hf.quantized import SUFFIX
-from mcore_qwen3vl.converters.identify import INDEX, Kind, identify, origin_of
+from mcore_qwen3vl.converters.identify import INDEX, PathKind, identify, origin_of
 from mcore_qwen3vl.converters.mapping.table import SourceTensor
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
@@ -133,7 +133,7 @@ def _scale_entry(checkpoint: HuggingFaceCheckpoint, name: str) -> dict[str, Any]
 
 def find(path: Path) -> Path | None:
     """Return the manifest of a checkpoint, or of an iteration's folder in it; None without one."""
-    folders = (path, path.parent) if identify(path).kind is Kind.MEGATRON else (path,)
+    folders = (path, path.parent) if identify(path).kind is PathKind.MEGATRON else (path,)
     return next((folder / FILE for folder in folders if (folder / FILE).is_file()), None)
 
 

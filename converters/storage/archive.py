@@ -50,7 +50,7 @@ from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.errors import BadInput
 
 
-class Record:
+class PickledObject:
     """An inert stand-in for one instance of a class named in the pickle."""
 
     def __init__(self, *args: Any) -> None:
@@ -66,11 +66,11 @@ class Record:
         return self.state[name]
 
 
-class Refused(Exception):
+class NotAllowed(Exception):
     """The pickle names something outside the allow-list: its module and name."""
 
 
-KEYS = (str, int, Record)
+KEYS = (str, int, PickledObject)
 """Types allowed as dictionary keys and set members, since their hashes are cheap."""
 
 FAILURES = (
@@ -97,7 +97,7 @@ class RestrictedUnpickler(PYTHONS):
         super().__init__(io.BytesIO(data))
 
     def find_class(self, module: str, name: str) -> Any:
-        raise Refused(f"{module}.{name}")
+        raise NotAllowed(f"{module}.{name}")
 
     def load_setitem(self) -> None:
         _check_keys(self.stack[-2:-1])
@@ -112,7 +112,7 @@ class RestrictedUnpickler(PYTHONS):
         PYTHONS.load_additems(self)
 
     def load_build(self) -> None:
-        if not isinstance(self.stack[-2], Record):
+        if not isinstance(self.stack[-2], PickledObject):
             raise pickle.UnpicklingError("state for something that has none")
         PYTHONS.load_build(self)
 
@@ -319,7 +319,7 @@ def _damage_as_bad_archive() -> Iterator[None]:
     """Turn the exceptions of reading a damaged archive into BadArchive."""
     try:
         yield
-    except (zipfile.BadZipFile, zlib.error, OSError, Refused, *FAILURES) as error:
+    except (zipfile.BadZipFile, zlib.error, OSError, NotAllowed, *FAILURES) as error:
         raise BadArchive(f"{error!r:.200}") from error
 
 
@@ -447,7 +447,10 @@ class TensorUnpickler(RestrictedUnpickler):
     """
 
     def __init__(
-        self, archive: Archive, largest: int, stand_ins: Mapping[str, type[Record]] | None = None
+        self,
+        archive: Archive,
+        largest: int,
+        stand_ins: Mapping[str, type[PickledObject]] | None = None,
     ) -> None:
         """Read a pickle of at most `largest` bytes.
 
@@ -473,7 +476,7 @@ class TensorUnpickler(RestrictedUnpickler):
         }
         named = functions.get(full) or self._stand_ins.get(full) or _dtype_of(module, name)
         if named is None:
-            raise Refused(f"{module}.{name}")
+            raise NotAllowed(f"{module}.{name}")
         return named
 
     def persistent_load(self, pid: Any) -> _Memory:
@@ -570,8 +573,8 @@ def load(file: Path, part: slice = slice(None), sums: Sums | None = None) -> Any
     """Return the content of a file of Megatron's, or of the bytes `part` of it.
 
     Tensors are copy-on-write views of the mapped file. The arguments are an ``argparse.Namespace``.
-    Every other object that is not a tensor or a plain container is a `Record`. The checksums of the
-    tensors' data are noted in `sums`.
+    Every other object that is not a tensor or a plain container is a `PickledObject`. The checksums
+    of the tensors' data are noted in `sums`.
 
     Raises:
         BadInput: the file is damaged, or names something outside the list.
@@ -584,7 +587,7 @@ def load(file: Path, part: slice = slice(None), sums: Sums | None = None) -> Any
                 # A TypeError, as on other damage, if the arguments are not named.
                 state["args"] = Namespace(**state["args"].state)
         return content
-    except Refused as error:
+    except NotAllowed as error:
         remedy = (
             "If you trust the file, load it in Megatron and save it again with --ckpt-format "
             "torch_dist."
@@ -603,5 +606,5 @@ def arguments_in(state: Any) -> Mapping[str, Any]:
     return vars(args) if isinstance(args, Namespace) else {}
 
 
-_CLASSES = {name: type("StandIn", (Record,), {}) for name in STAND_INS}
+_CLASSES = {name: type("StandIn", (PickledObject,), {}) for name in STAND_INS}
 _NAMESPACE = _CLASSES["argparse.Namespace"]

@@ -107,10 +107,10 @@ def generate(
             raise BadInput(f"{kind} {reference!r}: no such file.")
     start = time.monotonic()  # a small model takes most of its time for the imports
     _quiet_and_choose_backend(cpu)
-    from mcore_qwen3vl.generation import Request, generate_on_all_ranks, user_turns
+    from mcore_qwen3vl.generation import GenerationRequest, generate_on_all_ranks, user_turns
 
     streams = len(prompt) == 1 and not json
-    request = Request(
+    request = GenerationRequest(
         checkpoint,
         user_turns(prompt, image or [], videos),
         chat_template_kwargs=arguments,
@@ -231,10 +231,10 @@ def score(
     An interrupted command continues when it is run again. The summary is the perplexity.
     """
     _quiet_and_choose_backend(cpu)
-    from mcore_qwen3vl.scoring.score import Request
+    from mcore_qwen3vl.scoring.score import ScoreRequest
     from mcore_qwen3vl.scoring.score import score as run
 
-    request = Request(
+    request = ScoreRequest(
         checkpoint=checkpoint, data=data, out=out, layout=layout, spec=spec, dtype=dtype,
         hf=hf_model, lora=lora, temperature=temperature, entropy=entropy, packing=packing,
         seq_length=seq_length, buffer=packing_buffer,

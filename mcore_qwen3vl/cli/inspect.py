@@ -61,11 +61,11 @@ def inspect(
         inspect_path,
         mapping_lines,
     )
-    from mcore_qwen3vl.converters.identify import Kind, identify
+    from mcore_qwen3vl.converters.identify import PathKind, identify
     from mcore_qwen3vl.unused.folder import unused_of
 
     place = None if path is None else identify(path)
-    if place is not None and place.kind is Kind.ADAPTER and not table:
+    if place is not None and place.kind is PathKind.ADAPTER and not table:
         console.quiet_libraries()
         adapter = inspect_adapter(place.folder, hf_config)
         unused = unused_of_adapter(place.folder, adapter.base)

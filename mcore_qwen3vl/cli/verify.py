@@ -240,7 +240,7 @@ def verify_trace(
     from mcore_qwen3vl.runtime import cpu
 
     cpu.install()
-    from mcore_qwen3vl.verification.parity.case import Case
+    from mcore_qwen3vl.verification.parity.case import ParityCase
     from mcore_qwen3vl.verification.trace.tracing import from_prompt, trace
 
     if (image or video) and prompt is None:
@@ -248,7 +248,7 @@ def verify_trace(
     micro = None
     if prompt is not None:
         micro = from_prompt(
-            hf, prompt, image or [], video or [], multiple=Case(layout=layout).length_multiple
+            hf, prompt, image or [], video or [], multiple=ParityCase(layout=layout).length_multiple
         )
     return trace(
         hf,

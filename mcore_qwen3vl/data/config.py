@@ -17,7 +17,7 @@ from mcore_qwen3vl.data.record_form import UNCUT_ANSWER, RecordForm
 from mcore_qwen3vl.data.records.reading import PLAIN, Reading, parse_template_kwargs
 from mcore_qwen3vl.data.task_inputs import TaskInputs
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import require_spelled_out
+from mcore_qwen3vl.files import refuse_special_files, require_spelled_out
 from mcore_qwen3vl.flags import flag_of
 
 _PIL_DECODES = 178_956_970  # twice ``PIL.Image.MAX_IMAGE_PIXELS``
@@ -286,11 +286,15 @@ def names_to_log(sources: Sequence[Source]) -> tuple[str, ...]:
 
 
 def require_data_set(path: Path) -> Path:
-    """Return `path` if it exists; raise BadInput if it does not, or is a pipe or a device."""
+    """Return `path` if it exists; raise BadInput if it does not, or is or holds a pipe or device.
+
+    Only what lies directly in a folder is looked at: its shards, and indexes beside them.
+    """
     if not path.exists():
         raise BadInput(f"The data set {path} does not exist; check the path.")
     if not (path.is_file() or path.is_dir()):  # reading one waits, or never ends
         raise BadInput(f"The data set {path} is a pipe or a device; name a file or a folder.")
+    refuse_special_files(path)
     return path
 
 

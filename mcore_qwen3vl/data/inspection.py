@@ -493,7 +493,7 @@ SHOWN_WIDTH = {"image": 480, "video": 240}
 
 
 @dataclass(frozen=True)
-class Run:
+class TokenRun:
     """Consecutive tokens of the same kind and weight."""
 
     text: str
@@ -529,7 +529,7 @@ class Seen:
     format: str
     tokens: int
     trained: int
-    runs: list[Run]
+    runs: list[TokenRun]
     media: list[Shown]
     unused: tuple[Unused, ...] = ()
 
@@ -581,7 +581,7 @@ def write_page(seen: Seen, file: Path) -> None:
         partial.write_text(template.render(seen=seen), "utf-8", "backslashreplace")
 
 
-def _split_runs(plan: Plan, processor: Any) -> list[Run]:
+def _split_runs(plan: Plan, processor: Any) -> list[TokenRun]:
     """Split the tokens where the weight or the kind of token changes."""
     placeholders = {processor.image_token_id: "image", processor.video_token_id: "video"}
     ids = plan.input_ids
@@ -591,7 +591,7 @@ def _split_runs(plan: Plan, processor: Any) -> list[Run]:
     for start, end in zip([0, *edges.tolist()], [*edges.tolist(), len(ids)], strict=True):
         text = processor.tokenizer.decode(ids[start:end].tolist()) if kinds[start] == "text" else ""
         weight = float(plan.loss_weights[start])
-        runs.append(Run(text, str(kinds[start]), end - start, weight))
+        runs.append(TokenRun(text, str(kinds[start]), end - start, weight))
     return runs
 
 

@@ -18,7 +18,7 @@ from packaging.version import Version
 from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.converters.hf.companions import require_processor
 from mcore_qwen3vl.converters.hf.config_file import dumps
-from mcore_qwen3vl.converters.identify import Kind, identify, resolve
+from mcore_qwen3vl.converters.identify import PathKind, identify, resolve
 from mcore_qwen3vl.data.config import MediaLimits
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import read_object_or_empty
@@ -90,7 +90,7 @@ def load_processor(checkpoint: str | Path) -> Any:
             "installed, which is enough for model, conversion, checks and VERL. Upgrade it."
         )
     place = identify(resolve(checkpoint, weights=False))
-    checkpoint = place.config() if place.kind is Kind.MEGATRON else place.path
+    checkpoint = place.config() if place.kind is PathKind.MEGATRON else place.path
     require_processor(checkpoint)
     if (checkpoint / "config.json").is_file():
         read_config_file(checkpoint)  # refuses what transformers, which reads it too, would not

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Adapter, Factors
 from mcore_qwen3vl.converters.adapters.config import Slot
-from mcore_qwen3vl.converters.live import Part, hf_parts, load_factors
+from mcore_qwen3vl.converters.live import Overlap, hf_parts, load_factors
 from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.memory_labels import label_module
@@ -32,7 +32,7 @@ from mcore_qwen3vl.model.lora_modules import (
     AdapterModule,
     FactorShard,
     GroupedSite,
-    Kind,
+    LinearKind,
     Pair,
     Site,
     adapt_router,
@@ -160,7 +160,7 @@ def trained_names(chunk: Qwen3VLModel) -> set[str]:
 
 
 def _adapt_module(
-    chunk: Qwen3VLModel, path: str, parts: Sequence[Part], targets: Targets, dropout: float
+    chunk: Qwen3VLModel, path: str, parts: Sequence[Overlap], targets: Targets, dropout: float
 ) -> list[Pair]:
     """Adapt one module; most have no target, and get no pairs."""
     shapes, module = weight_shapes(chunk.architecture), chunk.get_submodule(path)
@@ -184,13 +184,13 @@ def _adapt_module(
     return [pair for site in sites for pair in site.pairs]
 
 
-def _matrix_key(part: Part) -> tuple[str, int | None]:
+def _matrix_key(part: Overlap) -> tuple[str, int | None]:
     """Return the parameter's name, and the expert's number if it holds several experts."""
     first = part.box[0]
     return part.parameter, first if isinstance(first, int) else None
 
 
-def _targets_of(parts: Sequence[Part], targets: Targets) -> list[str]:
+def _targets_of(parts: Sequence[Overlap], targets: Targets) -> list[str]:
     """Return the targets in one weight, in the same order on all TP ranks."""
     names = dict.fromkeys(part.name for part in parts if part.name != LM_HEAD)
     if parts[0].parameter.endswith("linear_qkv.weight"):
@@ -201,7 +201,7 @@ def _targets_of(parts: Sequence[Part], targets: Targets) -> list[str]:
     return [name for name in names if name in targets]
 
 
-def _install_sites(module: nn.Module, kind: Kind, sites: Sequence[Site]) -> None:
+def _install_sites(module: nn.Module, kind: LinearKind, sites: Sequence[Site]) -> None:
     """Let `module` add the adapters of `sites`; only grouped experts have several."""
     if kind.router:
         adapt_router(module, sites[0])
@@ -213,10 +213,10 @@ def _install_sites(module: nn.Module, kind: Kind, sites: Sequence[Site]) -> None
 
 def _build_pair(
     name: str,
-    kind: Kind,
+    kind: LinearKind,
     target: Target,
     weight: Tensor,
-    parts_of_weight: Sequence[Part],
+    parts_of_weight: Sequence[Overlap],
     shape: Sequence[int],
 ) -> Pair:
     """Build the pair of the Hugging Face tensor `name`, whose shape is `shape`, experts first.
@@ -251,7 +251,7 @@ def _join_rows(rows: Sequence[slice]) -> tuple[range, ...]:
     return tuple(runs)
 
 
-def _row_places(parts: Sequence[Part], pairs: Sequence[Pair], *, divided: bool) -> Tensor:
+def _row_places(parts: Sequence[Overlap], pairs: Sequence[Pair], *, divided: bool) -> Tensor:
     """Return each of the weight's rows' place in the B factors below one another; -1: none."""
     starts = accumulate((len(pair.lora_B) for pair in pairs), initial=0)
     # `starts` has one more: where the last ends.

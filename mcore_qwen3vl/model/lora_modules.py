@@ -303,7 +303,7 @@ def same_region(activation: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Kind:
+class LinearKind:
     """The properties of a linear that its adapters depend on."""
 
     partition_dim: Literal[0, 1] | None  # the divided axis of the weight; None: all ranks hold all
@@ -358,15 +358,15 @@ class Kind:
             undivided.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
 
-def kind_of(chunk: Any, parameter: str) -> Kind | None:
+def kind_of(chunk: Any, parameter: str) -> LinearKind | None:
     """Return the kind of a weight, by its local name; None: it cannot have an adapter."""
     groups, config = chunk.pg_collection, chunk.config
     rows_are_divided = re.fullmatch(_COLUMN, parameter)
     if rows_are_divided or re.fullmatch(_ROW, parameter):
         if groups.tp.size() == 1:
-            return Kind(None, groups.tp)
+            return LinearKind(None, groups.tp)
         uneven = "linear_qkv" in parameter and config.num_query_groups % groups.tp.size()
-        return Kind(
+        return LinearKind(
             0 if rows_are_divided else 1,
             groups.tp,
             config.sequence_parallel,
@@ -375,10 +375,10 @@ def kind_of(chunk: Any, parameter: str) -> Kind | None:
     if expert := re.fullmatch(_EXPERT, parameter):
         axis: Literal[0, 1] = 0 if expert[2] == "1" else 1
         etp = groups.expt_tp
-        return Kind(axis if etp.size() > 1 else None, etp, expert=True, grouped=not expert[1])
+        return LinearKind(axis if etp.size() > 1 else None, etp, expert=True, grouped=not expert[1])
     if re.fullmatch(_ROUTER, parameter):
-        return Kind(None, groups.tp, router=True)
-    return Kind(None, groups.tp) if re.fullmatch(_VISION, parameter) else None
+        return LinearKind(None, groups.tp, router=True)
+    return LinearKind(None, groups.tp) if re.fullmatch(_VISION, parameter) else None
 
 
 @cache
@@ -403,7 +403,12 @@ class Site:
     """
 
     def __init__(
-        self, pairs: Sequence[Pair], rows: Tensor, kind: Kind, linear: Any, dropout: float = 0.0
+        self,
+        pairs: Sequence[Pair],
+        rows: Tensor,
+        kind: LinearKind,
+        linear: Any,
+        dropout: float = 0.0,
     ) -> None:
         self.pairs, self._kind, self._rows = list(pairs), kind, len(rows)
         self._region, self._region_of_undivided_factor = (

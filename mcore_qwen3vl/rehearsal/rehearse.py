@@ -22,7 +22,13 @@ from mcore_qwen3vl.rehearsal.schedule import Durations, Pipeline, model_pipeline
 from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork, StepTime
 from mcore_qwen3vl.runtime.gpus import GIB, Gpu, allowance_gib
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
-from mcore_qwen3vl.simulated_gpu.device import Interval, Report, Routing, Settings, Unavailable
+from mcore_qwen3vl.simulated_gpu.device import (
+    Report,
+    Settings,
+    Interval,
+    Routing,
+    Unavailable,
+)
 from mcore_qwen3vl.simulated_gpu.rank import flops_of
 from mcore_qwen3vl.simulated_gpu.workbench import Failed, Workbench
 from mcore_qwen3vl.training.events import LOG
@@ -32,7 +38,7 @@ SPARE = 0.05
 
 
 @dataclass(frozen=True)
-class Device:
+class RehearsedGpu:
     """The GPU of a rehearsal, and its memory."""
 
     gpu: Gpu
@@ -172,7 +178,7 @@ class Rehearsal:
     """The results of all rehearsed roles of one run."""
 
     command: Command
-    device: Device
+    device: RehearsedGpu
     notes: tuple[str, ...] = ()
     outcomes: list[RoleOutcome] = field(default_factory=list)
     pipeline: Pipeline | None = None
@@ -279,7 +285,7 @@ class Options:
     routing: Routing = "uniform"
     constants: Constants = field(default_factory=Constants)
 
-    def device(self, command: Command) -> Device:
+    def device(self, command: Command) -> RehearsedGpu:
         """Return the GPU that a rank of `command` has, and its memory."""
         allowance = self.allowance_gib
         if allowance is None:
@@ -291,7 +297,7 @@ class Options:
                 f"A GPU of {memory} GiB has nothing left after {allowance} GiB for context and "
                 "NCCL: raise --memory-gib or lower --allowance-gib."
             )
-        return Device(self.gpu, memory, allowance)
+        return RehearsedGpu(self.gpu, memory, allowance)
 
 
 class Rehearser(ExitStack):

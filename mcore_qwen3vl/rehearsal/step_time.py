@@ -159,7 +159,7 @@ class RankWork:
     useful_flops: float  # likewise
 
 
-class _Parts(NamedTuple):
+class _SecondsByActivity(NamedTuple):
     """A rank's seconds by activity."""
 
     chunks: list[tuple[dict[str, float], dict[str, float]]]  # micro-batch: virtual stage, direction
@@ -223,7 +223,7 @@ class Model:
 
     def _seconds_of_rank(
         self, rank: RankWork, stage: int, stages: int, micro_batches: int, group: int
-    ) -> _Parts:
+    ) -> _SecondsByActivity:
         """Return the seconds of a rank of pipeline stage `stage`, before those of waiting."""
         spans = {t.key: t for t in rank.iteration.traffic}
         hidden = 0.0
@@ -252,7 +252,7 @@ class Model:
                 sent / rank.micro_batches * micro_batches
             )
         after[GRADIENTS] = self._exposed_gradient_seconds(rank.iteration.traffic, chunks)
-        return _Parts(chunks, after)
+        return _SecondsByActivity(chunks, after)
 
     def _pass_seconds(
         self, chunk: Mapping[str, Mapping[str, float]], spans: Mapping[str, Traffic], hidden: float

@@ -50,7 +50,7 @@ LONGEST = 8192
 
 
 @dataclass(frozen=True)
-class Request(ModelRequest):
+class ScoreRequest(ModelRequest):
     """The data to score, the checkpoint and the settings.
 
     Attributes:
@@ -119,7 +119,7 @@ class Request(ModelRequest):
         return CrudeSamples(self.sources(), split=self.split, trust=self.trust_data)
 
 
-def score(request: Request, *, on_cpu: bool = False) -> Tally | None:
+def score(request: ScoreRequest, *, on_cpu: bool = False) -> Tally | None:
     """Compute what the task asks for on all ranks of the layout, and write it.
 
     Returns:
@@ -142,7 +142,7 @@ def score(request: Request, *, on_cpu: bool = False) -> Tally | None:
 class _ScoringJob:
     """A request that has been checked; all ranks get the same one."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: ScoreRequest) -> None:
         """Check the request, before a rank starts; raise what :func:`score` does."""
         if not request.temperature > 0:
             raise BadInput(f"The temperature is {request.temperature:g}: it must be above 0.")
@@ -252,7 +252,7 @@ class _ScoringJob:
         return bad
 
 
-def _check_out(request: Request) -> None:
+def _check_out(request: ScoreRequest) -> None:
     """Raise BadInput if the file to write is the data, or its suffix is that of another format."""
     out, suffix = request.out_file, request.default_out.suffix
     if facts_file_of(out) in (out, request.data) or out == request.data:
@@ -279,7 +279,7 @@ def _classifier_labels(model: CheckedModel) -> Labels:
     return labels if labels.problem_type else replace(labels, problem_type=SINGLE)
 
 
-def _data_config(request: Request, architecture: Architecture, multiple: int) -> DataConfig:
+def _data_config(request: ScoreRequest, architecture: Architecture, multiple: int) -> DataConfig:
     """Return the data settings; raise BadInput if the length does not fit model or layout."""
     longest = min(LONGEST, architecture.max_position_embeddings)
     seq_length = request.seq_length or longest - longest % multiple
@@ -307,7 +307,7 @@ def _data_config(request: Request, architecture: Architecture, multiple: int) ->
 
 
 def _settings(
-    request: Request, paths: Sequence[Path], config: DataConfig, block: int
+    request: ScoreRequest, paths: Sequence[Path], config: DataConfig, block: int
 ) -> dict[str, Any]:
     """Return all that a line depends on; a run continues only with the same settings."""
     names = (
@@ -328,7 +328,7 @@ def _settings(
     }
 
 
-def _data_identity(request: Request, paths: Sequence[Path]) -> str:
+def _data_identity(request: ScoreRequest, paths: Sequence[Path]) -> str:
     """Return a hash of a JSONL file's bytes, which training compares, or of other files' times."""
     if request.data.suffix == ".jsonl":
         return file_digest(request.data)

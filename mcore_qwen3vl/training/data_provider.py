@@ -46,7 +46,7 @@ from mcore_qwen3vl.training.arguments.run import ComputeSettings
 from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings
 from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.training.checkpoints.resume import step_to_load
-from mcore_qwen3vl.training.contract.record import Record
+from mcore_qwen3vl.training.contract.record import RunRecord
 from mcore_qwen3vl.unused.fields import Unused
 
 label_module(__file__, "batch")
@@ -196,7 +196,7 @@ class DataProvider:
         fallback = settings.training.on_corrupt_checkpoint == "fallback"
         made = step_to_load(settings.checkpoints, fallback=fallback)
         state = None if made is None else data_state.first_state_of(load, made)
-        saved = None if made is None else Record.of_checkpoint(load, made)
+        saved = None if made is None else RunRecord.of_checkpoint(load, made)
         self.train_loader = self._open_training_loader(data_config(settings))
         assert self.train_loader is not None, "the first rank reads"
         with data_state.name_unsound(load, made or 0):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mcore_qwen3vl.converters.identify import (
     TRACKER,
-    Kind,
+    PathKind,
     folder_name,
     identify,
     numbered_iterations,
@@ -113,9 +113,9 @@ def _checkpoint_around(folder: Path) -> Path | None:
         kind = identify(place).kind
         # With a tracker it is a run, perhaps with Hugging Face files beside it.
         is_checkpoint = (
-            kind in (Kind.MEGATRON, Kind.HUGGINGFACE) and not (place / TRACKER).is_file()
+            kind in (PathKind.MEGATRON, PathKind.HUGGINGFACE) and not (place / TRACKER).is_file()
         )
-        if is_checkpoint or kind is Kind.ADAPTER:
+        if is_checkpoint or kind is PathKind.ADAPTER:
             return place
     return None
 

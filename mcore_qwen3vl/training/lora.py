@@ -22,7 +22,7 @@ from mcore_qwen3vl.converters.adapters.config import (
     resolve_targets,
 )
 from mcore_qwen3vl.converters.export import save_adapter
-from mcore_qwen3vl.converters.identify import ADAPTER_CONFIG, LORA_FOLDER, Kind, identify
+from mcore_qwen3vl.converters.identify import ADAPTER_CONFIG, LORA_FOLDER, PathKind, identify
 from mcore_qwen3vl.converters.live import hf_parts, initialize_factors, load_factors
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.errors import BadInput
@@ -213,7 +213,7 @@ def keep_trained(original: Any, args: Any, model: Any, *rest: Any, **kwargs: Any
 
 def check_checkpoint(load: str | None, lora: LoraRun | None) -> None:
     """Raise BadInput if `load` has checkpoints of another run, adapter or base; a collective."""
-    if load is None or identify(load).kind is not Kind.MEGATRON:
+    if load is None or identify(load).kind is not PathKind.MEGATRON:
         return
     file = Path(load) / LORA_FOLDER / ADAPTER_CONFIG
     if lora is None:

@@ -307,7 +307,7 @@ def keep_own_parts(optimizer: Any) -> None:
                 "optimizer's state cannot be saved in parts. Install the pinned version."
             )
         if (other := _flag_of_other_state(part)) is None:
-            parts = _Parts(part)
+            parts = _SavedParts(part)
             setattr(part, SAVE, parts.declare)
             setattr(part, LOAD, parts.load)
         elif dist.get_rank() == 0:
@@ -370,7 +370,7 @@ def _flag_of_other_state(optimizer: DistributedOptimizer) -> str | None:
     return "--optimizer-cpu-offload" if offloaded else None
 
 
-class _Parts:
+class _SavedParts:
     """Stands in for one optimizer's methods named :data:`SAVE` and :data:`LOAD`."""
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:

@@ -16,7 +16,7 @@ _LOOP = f"{_TRAINING}.training"
 
 
 @dataclass(frozen=True)
-class Hook:
+class WrappedFunction:
     """A function of Megatron's that a run wraps."""
 
     name: str
@@ -34,7 +34,7 @@ class Event:
     what: str
     by: tuple[str, ...]
     """Who does it, in the order in which they are called: ``module:name``."""
-    hooks: tuple[Hook, ...] = ()
+    hooks: tuple[WrappedFunction, ...] = ()
     """What is wrapped for it, in the order in which Megatron calls it."""
 
 
@@ -44,7 +44,7 @@ BEGIN = (
         "Check the flags and the folders, choose the device, lock the folders.",
         ("mcore_qwen3vl.training.run:main",),
         (
-            Hook(
+            WrappedFunction(
                 "compile_helpers",
                 f"{_CORE}.datasets.utils",
                 "Nothing is compiled. Megatron would compile a helper for GPT data sets, which we "
@@ -62,14 +62,14 @@ BEGIN = (
             "mcore_qwen3vl.training.run:Run._set_up_schedule",
         ),
         (
-            Hook(
+            WrappedFunction(
                 "get_megatron_optimizer",
                 _LOOP,
                 "Builds the second model first, and adds the parts' own learning rates. Makes "
                 "torch's Adam fused and resumable, saves the state in each rank's own part, and "
                 "keeps the loss scale on the host.",
             ),
-            Hook(
+            WrappedFunction(
                 "get_optimizer_param_scheduler",
                 _LOOP,
                 "First counts the steps of --num-epochs. Then lets parts with a rate of their own "
@@ -85,8 +85,8 @@ BEGIN = (
             "mcore_qwen3vl.training.checkpoints.run_checkpoints:RunCheckpoints.report_differences",
         ),
         (
-            Hook("load_checkpoint", _LOOP, "First chooses a readable checkpoint."),
-            Hook(
+            WrappedFunction("load_checkpoint", _LOOP, "First chooses a readable checkpoint."),
+            WrappedFunction(
                 "check_checkpoint_args",
                 f"{_TRAINING}.checkpointing",
                 "Shows us the arguments of the run that saved the checkpoint.",
@@ -103,7 +103,7 @@ BEGIN = (
         "Make the function that runs all micro-batches of a step through the pipeline.",
         ("mcore_qwen3vl.training.run:Run._make_schedule",),
         (
-            Hook(
+            WrappedFunction(
                 "get_forward_backward_func",
                 _LOOP,
                 "In each step, first computes the teacher's tokens, the reference, KTO's baseline, "
@@ -119,7 +119,7 @@ STEP = (
         "Begin a step, or leave it out.",
         ("mcore_qwen3vl.training.run:Run._step",),
         (
-            Hook(
+            WrappedFunction(
                 "train_step",
                 _LOOP,
                 "Leaves out --iterations-to-skip. Megatron's own way needs batches that are "
@@ -166,7 +166,7 @@ STEP = (
             "mcore_qwen3vl.training.run:Run._report",
         ),
         (
-            Hook(
+            WrappedFunction(
                 "_allreduce_non_tensor_model_parallel_grads",
                 f"{_CORE}.distributed.finalize_model_grads",
                 "Copies only a bounded part of the gradients at a time.",
@@ -178,12 +178,12 @@ STEP = (
         "Clip the gradients by their norm, let Adam change the weights, and set the next rate.",
         ("megatron.core.optimizer.optimizer:MegatronOptimizer.step",),
         (
-            Hook(
+            WrappedFunction(
                 "logical_and_across_model_parallel_group",
                 _LOOP,
                 "Without host syncs: whether the step was taken on all ranks.",
             ),
-            Hook(
+            WrappedFunction(
                 "reduce_max_stat_across_model_parallel_group",
                 _LOOP,
                 "Without host syncs: the gradients' norm.",
@@ -195,7 +195,7 @@ STEP = (
         "Stop at a norm that is not finite, show the progress, write the numbers that are due.",
         ("mcore_qwen3vl.training.run:Run._log",),
         (
-            Hook(
+            WrappedFunction(
                 "training_log",
                 _LOOP,
                 "Also writes --log-json, and stops at a non-finite gradient norm.",
@@ -207,7 +207,7 @@ STEP = (
         "Compute the losses of the validation data, every --eval-interval.",
         ("mcore_qwen3vl.training.run:Run._evaluate",),
         (
-            Hook(
+            WrappedFunction(
                 "evaluate",
                 _LOOP,
                 "Lets batches differ in length, and tells us the losses. Its time does not count "
@@ -223,19 +223,21 @@ STEP = (
             "mcore_qwen3vl.training.checkpoints.run_checkpoints:RunCheckpoints.save",
         ),
         (
-            Hook("checkpoint_and_decide_exit", _LOOP, "Also exports to Hugging Face."),
-            Hook(
+            WrappedFunction("checkpoint_and_decide_exit", _LOOP, "Also exports to Hugging Face."),
+            WrappedFunction(
                 "all_gather_item",
                 f"{_TRAINING}.dist_signal_handler",
                 "Without host syncs: whether any rank has received a signal.",
             ),
-            Hook("save_checkpoint_and_time", _LOOP, "First saves the position in the data."),
-            Hook(
+            WrappedFunction(
+                "save_checkpoint_and_time", _LOOP, "First saves the position in the data."
+            ),
+            WrappedFunction(
                 "generate_state_dict",
                 f"{_TRAINING}.checkpointing",
                 "With LoRA, checkpoints hold only what trains.",
             ),
-            Hook(
+            WrappedFunction(
                 "get_write_results_queue",
                 f"{_CORE}.dist_checkpointing.strategies.filesystem_async",
                 "Megatron's needs a process of its own, even for a save that this one waits for.",

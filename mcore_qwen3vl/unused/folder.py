@@ -19,7 +19,7 @@ from mcore_qwen3vl.config import (
 from mcore_qwen3vl.converters.hf.companions import unused_files
 from mcore_qwen3vl.converters.hf.hf_checkpoint import unread_files
 from mcore_qwen3vl.converters.hf.quantized import unused_of_quantization
-from mcore_qwen3vl.converters.identify import Kind, identify
+from mcore_qwen3vl.converters.identify import PathKind, identify
 from mcore_qwen3vl.data.processor import unused_of_processor
 from mcore_qwen3vl.files import read_object_or_empty
 from mcore_qwen3vl.unused.fields import Fields, Unused
@@ -330,6 +330,6 @@ OWNERS: tuple[Callable[[Path], list[Unused]], ...] = (
     lambda folder: SENTENCES.unused(read_object_or_empty(folder / SENTENCES.where)),
     unused_of_processor,
     unused_files,
-    lambda folder: unread_files(folder) if identify(folder).kind is Kind.HUGGINGFACE else [],
+    lambda folder: unread_files(folder) if identify(folder).kind is PathKind.HUGGINGFACE else [],
 )
 """Each returns what it does not use of a model's folder; the first two take a config.json too."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.identify import Kind, identify
+from mcore_qwen3vl.converters.identify import PathKind, identify
 from mcore_qwen3vl.converters.mapping.table import MTP, table
 from mcore_qwen3vl.converters.megatron_checkpoint import MegatronCheckpoint
 from mcore_qwen3vl.converters.storage.archive import as_bytes
@@ -157,7 +157,7 @@ def audit(examined: str | Path, hf: str | Path, *, progress: Progress | None = N
     examined, hf = Path(examined), Path(hf)
     identify(hf).require_huggingface(instead="name the one that the other checkpoint was made from")
     right = Side(hf, hf)
-    left = Side(examined, hf if identify(examined).kind is Kind.MEGATRON else examined)
+    left = Side(examined, hf if identify(examined).kind is PathKind.MEGATRON else examined)
     result = Audit(f"{examined} and {hf}", _describe_side(left))
     for finding in compare_sides(left, right, progress, rounded=True):
         if finding.part == TENSORS and not finding.ok:

@@ -25,7 +25,7 @@ from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.hf import config_file, quantized
 from mcore_qwen3vl.converters.hf.companions import companion_files, read_form, sha256_of
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.identify import Kind, identify
+from mcore_qwen3vl.converters.identify import PathKind, identify
 from mcore_qwen3vl.converters.mapping.forms import rename_entries
 from mcore_qwen3vl.converters.mapping.table import (
     MTP,
@@ -151,7 +151,7 @@ class Side:
         self.stored: MegatronCheckpoint | HuggingFaceCheckpoint
         self.stored = (
             HuggingFaceCheckpoint(path)
-            if place.kind in (Kind.HUGGINGFACE, Kind.CONFIG)
+            if place.kind in (PathKind.HUGGINGFACE, PathKind.CONFIG)
             else open_megatron(place, architecture)
         )
         self.companions = companion_files(folder) if folder else {}
@@ -239,7 +239,7 @@ def _config_folder(path: Path) -> Path | None:
     """Return a checkpoint's folder of the config; None if it is Megatron's and has none."""
     place = identify(path)
     place.require_whole()
-    return path if place.kind in (Kind.HUGGINGFACE, Kind.CONFIG) else place.hf
+    return path if place.kind in (PathKind.HUGGINGFACE, PathKind.CONFIG) else place.hf
 
 
 def _compare_tensor(name: str, left: Side, right: Side, rounded: bool) -> Finding:

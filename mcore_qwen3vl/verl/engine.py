@@ -38,7 +38,7 @@ from verl.workers.engine import (
 from mcore_qwen3vl.config import MODEL_TYPES, Architecture
 from mcore_qwen3vl.converters.adapters.adapter import read_adapter
 from mcore_qwen3vl.converters.export import export_hf, export_merged, run_together, save_hf
-from mcore_qwen3vl.converters.identify import Kind, identify
+from mcore_qwen3vl.converters.identify import PathKind, identify
 from mcore_qwen3vl.converters.live import load_factors, load_weights, unwrap
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.converters.torch_pickle import guard_reads
@@ -269,7 +269,7 @@ class Bridge:
         critic that starts from a language model keeps its own head.
         """
         place = identify(path)
-        if place.kind is Kind.ADAPTER:
+        if place.kind is PathKind.ADAPTER:
             adapter = read_adapter(path, self._source)
             load_factors(models, adapter.factors)
             load_saved(unwrap(models), whole_tensors(adapter))

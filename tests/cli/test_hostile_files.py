@@ -29,7 +29,7 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.arguments.run import CheckpointSettings
 from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.training.checkpoints.resume import explain_load_errors
-from mcore_qwen3vl.training.contract.record import Record
+from mcore_qwen3vl.training.contract.record import RunRecord
 from mcore_qwen3vl.verification.curves import Job
 from tests.command import exit_code
 from tests.converters.checkpoints import Call
@@ -294,7 +294,7 @@ def test_a_pipe_as_a_saved_data_state(tmp_path: Path) -> None:
     folder = data_state.folder_of(tmp_path, 3)
     folder.mkdir(parents=True)
     os.mkfifo(folder / "run.json")
-    for read in (data_state.first_state_of, Record.of_checkpoint):
+    for read in (data_state.first_state_of, RunRecord.of_checkpoint):
         os.close(os.open(folder / "rank_00000.pt", os.O_CREAT))
         with pytest.raises(BadInput, match=r"run\.json is a pipe"):
             read(tmp_path, 3)

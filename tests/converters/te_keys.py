@@ -52,10 +52,10 @@ def rank_keys(case: str, layout: Layout) -> dict[str, Any]:
     """Return the names in this rank's file of a legacy checkpoint, by chunk, without vision's."""
     from megatron.core import parallel_state as mpu
 
-    from mcore_qwen3vl.converters.legacy import Rank
+    from mcore_qwen3vl.converters.legacy import ModelParallelRank
 
     chunks = build(case, layout)
-    rank = Rank(
+    rank = ModelParallelRank(
         mpu.get_tensor_model_parallel_rank(),
         mpu.get_pipeline_model_parallel_rank(),
         mpu.get_expert_model_parallel_rank(),

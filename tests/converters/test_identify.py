@@ -19,7 +19,7 @@ from mcore_qwen3vl.converters.identify import (
     RULES,
     TRACKER,
     CheckpointPlace,
-    Kind,
+    PathKind,
     folder_name,
     identify,
     read_tracker,
@@ -193,11 +193,11 @@ def test_every_rule_has_an_example() -> None:
 def test_a_hub_id_is_no_path_that_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for source in ("owner/name", "owner/name@v1.0"):
-        assert identify(source).kind is Kind.HUB_ID
+        assert identify(source).kind is PathKind.HUB_ID
     for path in ("./owner/name", "owner/name/", "owner", str(tmp_path / "name")):
-        assert identify(path).kind is Kind.MISSING
+        assert identify(path).kind is PathKind.MISSING
     made(below("owner/name", WEIGHTS), tmp_path)
-    assert identify("owner/name").kind is Kind.HUGGINGFACE
+    assert identify("owner/name").kind is PathKind.HUGGINGFACE
 
 
 HF_FORM, CONFIG_FORM = "Hugging Face weights", "a config"

@@ -30,7 +30,7 @@ from mcore_qwen3vl.converters.convert import (
     plan_mcore_to_hf,
 )
 from mcore_qwen3vl.converters.describe import inspect_path
-from mcore_qwen3vl.converters.storage.archive import Record, as_bytes, load
+from mcore_qwen3vl.converters.storage.archive import PickledObject, as_bytes, load
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verification.checkpoints import check_manifest, compare_checkpoints
@@ -334,7 +334,7 @@ def test_what_megatron_puts_beside_the_model_is_read(tmp_path: Path) -> None:
     for name in ("set", "dtype", "size", 3):
         assert found[name] == others[name]
     for name in ("extra state", "path", "signal", "nested", "device", "bytes"):
-        assert isinstance(found[name], Record), name
+        assert isinstance(found[name], PickledObject), name
 
 
 LINE = (

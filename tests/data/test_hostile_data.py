@@ -182,6 +182,16 @@ def test_a_hook_that_hangs(processor: Any, write_jsonl: WriteJsonl) -> None:
 
 
 @pytest.mark.usefixtures("in_time")
+@pytest.mark.parametrize("name", ["b.parquet", "0.tar.idx"])
+def test_a_pipe_in_a_folder_of_data_is_not_opened(
+    name: str, processor: Any, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(BadInput, match="is a pipe"):
+        check_data(tmp_path, processor, DataConfig(256))
+
+
+@pytest.mark.usefixtures("in_time")
 def test_pipes_and_devices_are_not_opened(
     processor: Any, write_jsonl: WriteJsonl, tmp_path: Path
 ) -> None:

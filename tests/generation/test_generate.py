@@ -20,7 +20,7 @@ from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation import (
     CachedModel,
-    Request,
+    GenerationRequest,
     Sampler,
     generate,
     generate_on_all_ranks,
@@ -205,7 +205,7 @@ def test_an_adapter_answers_like_the_merged_checkpoint(
     options = {"max_new_tokens": 12, "temperature": 0.0}
 
     def answer_of(checkpoint: Path, layout: str, lora: Path | None = None) -> list[int]:
-        asked = Request(
+        asked = GenerationRequest(
             checkpoint, [prompt], layout=Layout.parse(layout), lora=lora, options=options
         )
         (generation,) = generate_on_all_ranks(asked, on_cpu=True)

@@ -18,10 +18,10 @@ from mcore_qwen3vl.config import read_config_file
 from mcore_qwen3vl.converters.adapters.adapter import convert_adapter
 from mcore_qwen3vl.converters.adapters.merge import merge
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.generation import Request as Asked
+from mcore_qwen3vl.generation import GenerationRequest as Asked
 from mcore_qwen3vl.generation import generate_on_all_ranks as generate
 from mcore_qwen3vl.labels import Labels
-from mcore_qwen3vl.scoring.score import Request, score
+from mcore_qwen3vl.scoring.score import ScoreRequest, score
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.verification.curves import Job, train
@@ -267,7 +267,7 @@ def test_labels_that_are_not_the_checkpoints_are_refused(
     with pytest.raises(BadInput, match=r"--num-labels 4: config.json of .* names 3 labels"):
         validate(step_job(three, numbers, "single", *TASK, "--num-labels", "4").argv, 1)
     with pytest.raises(BadInput, match="names no labels"):
-        score(Request(dense, numbers, tmp_path / "out.jsonl", task="classify"), on_cpu=True)
+        score(ScoreRequest(dense, numbers, tmp_path / "out.jsonl", task="classify"), on_cpu=True)
 
 
 @pytest.mark.parametrize(("labels", "task"), [(1, "reward"), (3, "classify")])
@@ -279,7 +279,7 @@ def test_commands_that_would_ignore_an_adapters_head_name_the_one_that_uses_it(
     for other in ("log-probabilities", "embedding", "reranker", "reward", "classify"):
         if other != task:
             with pytest.raises(BadInput, match=refusal):
-                score(Request(dense, numbers, lora=adapter, task=other), on_cpu=True)
+                score(ScoreRequest(dense, numbers, lora=adapter, task=other), on_cpu=True)
     prompt = [{"role": "user", "content": "What is this?"}]
     with pytest.raises(BadInput, match=refusal):
         generate(Asked(dense, [prompt], lora=adapter), on_cpu=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from mcore_qwen3vl.converters.identify import identify
 from mcore_qwen3vl.converters.torch_dist import read_metadata
 from mcore_qwen3vl.losses.distillation import Distillation
-from mcore_qwen3vl.scoring.score import Request, score
+from mcore_qwen3vl.scoring.score import ScoreRequest, score
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.verification.curves import (
@@ -58,7 +58,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def scored(records: Path, teacher: Path, folder: Path, temperature: float, k: int = K) -> Path:
     """Return a copy of the data with the teacher's tokens beside it."""
     data = shutil.copytree(records.parent, folder / "data") / records.name
-    assert score(Request(teacher, data, top_k=k, temperature=temperature), on_cpu=True)
+    assert score(ScoreRequest(teacher, data, top_k=k, temperature=temperature), on_cpu=True)
     return data
 
 

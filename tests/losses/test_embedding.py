@@ -21,7 +21,7 @@ from mcore_qwen3vl import machine
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.losses.embedding import Contrastive
-from mcore_qwen3vl.scoring.score import Request, _ScoringJob, score
+from mcore_qwen3vl.scoring.score import ScoreRequest, _ScoringJob, score
 from mcore_qwen3vl.verification.curves import Job, train
 from mcore_qwen3vl.verification.parity.case import ADAPTERS, write_random_adapter
 from tests.losses.retrieval import embedding, plain_step, texts_of
@@ -230,14 +230,14 @@ def test_what_score_refuses(
     out: str, options: dict[str, Any], message: str, headless: Path, retrieval: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(BadInput, match=message):
-        score(Request(headless, retrieval, tmp_path / out, **options), on_cpu=True)
+        score(ScoreRequest(headless, retrieval, tmp_path / out, **options), on_cpu=True)
 
 
 def test_only_parquet_needs_pyarrow(
     headless: Path, retrieval: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
-    request = Request(headless, retrieval, tmp_path / "out.npy", task="embedding")
+    request = ScoreRequest(headless, retrieval, tmp_path / "out.npy", task="embedding")
     _ScoringJob(request)
     with pytest.raises(BadInput, match=r"out\.parquet needs the package pyarrow"):
         _ScoringJob(replace(request, out=tmp_path / "out.parquet"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.losses.preference import Preference
-from mcore_qwen3vl.scoring.score import Request, score
+from mcore_qwen3vl.scoring.score import ScoreRequest, score
 from mcore_qwen3vl.verification.curves import (
     DISTRIBUTED,
     OTHER_LAYOUT,
@@ -122,7 +122,7 @@ def test_the_reference_by_file_is_the_one_in_memory_and_a_run_resumes(
 ) -> None:
     """A run that stopped halfway and resumed has the same losses, bit for bit."""
     data = shutil.copytree(pairs.parent, tmp_path / "data") / pairs.name
-    score(Request(dense, data), on_cpu=True)
+    score(ScoreRequest(dense, data), on_cpu=True)
     job = dpo_job(tmp_path, dense, data, "single", "--packing", *reference, steps=4)
     job = replace(job, batch=2)
     in_memory, save = train_and_rewind(job, tmp_path)

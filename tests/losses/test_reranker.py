@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.scoring.score import Request, score
+from mcore_qwen3vl.scoring.score import ScoreRequest, score
 from mcore_qwen3vl.verification.curves import Job, train
 from mcore_qwen3vl.verification.parity.case import ADAPTERS, write_random_adapter
 from tests.losses.retrieval import texts_of, write_retrieval
@@ -137,6 +137,6 @@ def test_a_reranker_is_trained_exported_and_scored(tied: Path, tmp_path: Path) -
 def test_an_answer_of_several_tokens_is_refused(
     tied: Path, retrieval: Path, tmp_path: Path
 ) -> None:
-    request = Request(tied, retrieval, tmp_path / "out.jsonl", task="reranker")
+    request = ScoreRequest(tied, retrieval, tmp_path / "out.jsonl", task="reranker")
     with pytest.raises(BadInput, match=r"answer 'yes' is 2 tokens.*--answers"):
         score(request, on_cpu=True)

@@ -15,7 +15,7 @@ from transformers import AutoProcessor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.scoring.score import Request, score
+from mcore_qwen3vl.scoring.score import ScoreRequest, score
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.verification.curves import Job, train
 from tests.losses.pairs import sides_of, write_pairs
@@ -166,4 +166,4 @@ def compare_scores(
 
 def test_what_cannot_begin_is_refused(dense: Path, pairs: Path, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"lacks the tensor score\.weight"):
-        score(Request(dense, pairs, tmp_path / "out.jsonl", task="reward"), on_cpu=True)
+        score(ScoreRequest(dense, pairs, tmp_path / "out.jsonl", task="reward"), on_cpu=True)

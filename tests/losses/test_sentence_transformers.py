@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcore_qwen3vl.scoring.score import Request, score
+from mcore_qwen3vl.scoring.score import ScoreRequest, score
 from mcore_qwen3vl.verification.curves import train, with_image_paths
 from tests.docs.markdown import ROOT, blocks
 from tests.losses.retrieval import texts_of
@@ -28,7 +28,7 @@ def test_an_export_embeds_texts_and_images(dense: Path, retrieval: Path, tmp_pat
     train(job, tmp_path / "run", "--save-hf", str(export))
     exported = export / "iter_0000001"
     score(
-        Request(exported, retrieval, out, dtype="fp32", seq_length=512, task="embedding"),
+        ScoreRequest(exported, retrieval, out, dtype="fp32", seq_length=512, task="embedding"),
         on_cpu=True,
     )
     made: dict[str, Any] = {}

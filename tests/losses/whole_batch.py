@@ -16,7 +16,7 @@ from transformers import Qwen3_5ForSequenceClassification
 from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.scoring.score import Request, ScoreTask, Tally, score
+from mcore_qwen3vl.scoring.score import ScoreRequest, ScoreTask, Tally, score
 from mcore_qwen3vl.verification.curves import Job, sample_order, train, with_image_paths
 from mcore_qwen3vl.verification.parity.case import ADAPTERS, write_random_adapter
 from mcore_qwen3vl.verification.parity.reference import trained_parameters
@@ -108,7 +108,7 @@ def scored(
 ) -> Tally:
     """Run `score` in float32, and return what it has counted."""
     options |= {"layout": Layout.parse(layout), "dtype": "fp32", "seq_length": 512, "buffer": 5}
-    found = score(Request(checkpoint, data, out, task=task, **options), on_cpu=True)
+    found = score(ScoreRequest(checkpoint, data, out, task=task, **options), on_cpu=True)
     assert found is not None
     return found
 

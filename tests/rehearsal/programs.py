@@ -39,11 +39,13 @@ def verify_parity(checkpoint: Path) -> dict[str, int]:
 
 def generate(checkpoint: Path, under_torchrun: bool) -> list[int]:
     """Return how many tokens each answer has."""
-    from mcore_qwen3vl.generation import Request, generate_on_all_ranks, user_turns
+    from mcore_qwen3vl.generation import GenerationRequest, generate_on_all_ranks, user_turns
 
     if not under_torchrun:
         _without_torchrun()
-    request = Request(checkpoint, user_turns(["What?"], [], []), options={"max_new_tokens": 3})
+    request = GenerationRequest(
+        checkpoint, user_turns(["What?"], [], []), options={"max_new_tokens": 3}
+    )
     return [len(answer.token_ids) for answer in generate_on_all_ranks(request)]
 
 

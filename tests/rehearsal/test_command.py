@@ -13,7 +13,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.rehearsal.command import Command, prepare_command, read_command, roles_of
-from mcore_qwen3vl.rehearsal.rehearse import Device, Rehearsal, checked_architecture
+from mcore_qwen3vl.rehearsal.rehearse import Rehearsal, RehearsedGpu, checked_architecture
 from mcore_qwen3vl.rehearsal.report import heading
 from mcore_qwen3vl.runtime.gpus import allowance_gib, find_gpu
 
@@ -191,7 +191,7 @@ def test_virtual_stages_want_a_number_of_micro_batches_that_goes_round() -> None
 
 
 def test_the_heading_is_in_one_unit() -> None:
-    device = Device(find_gpu("h100-80gb"), 80.0, 2.0)
+    device = RehearsedGpu(find_gpu("h100-80gb"), 80.0, 2.0)
     found = heading(Rehearsal(Command(MODEL, 1), device))
     assert "85.9 GB, of which 2.1 GB are taken" in found
     assert "83.8 GB are left" in found

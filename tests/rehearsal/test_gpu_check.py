@@ -29,7 +29,7 @@ from mcore_qwen3vl.model.decoder.experts import _has_kernel
 from mcore_qwen3vl.rehearsal.step_time import Constants
 from mcore_qwen3vl.simulated_gpu import Settings
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.verification.parity.case import Case, build_batch
+from mcore_qwen3vl.verification.parity.case import ParityCase, build_batch
 from mcore_qwen3vl.verification.parity.comparison import verify_parity
 from tests.docs.markdown import ROOT, blocks
 from tests.leftovers import run_and_end
@@ -600,7 +600,7 @@ def test_any_number_of_gpus_has_a_layout(gpu_check: Any, models: Path, gpus: int
         assert planned.world_size == used
         architecture = Architecture.from_hf(models / name)
         batch = build_batch("text", architecture)
-        Case(planned).validate(architecture, (batch,))
+        ParityCase(planned).validate(architecture, (batch,))
 
 
 @pytest.mark.slow  # twenty seconds of imports

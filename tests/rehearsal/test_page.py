@@ -8,10 +8,10 @@ import pytest
 
 from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.rehearsal.command import Command, Role
-from mcore_qwen3vl.rehearsal.rehearse import Device, Rehearsal, RoleOutcome
+from mcore_qwen3vl.rehearsal.rehearse import Rehearsal, RehearsedGpu, RoleOutcome
 from mcore_qwen3vl.rehearsal.report import HEIGHT, LETTER, make_plot, write_page
 from mcore_qwen3vl.runtime.gpus import find_gpu
-from mcore_qwen3vl.simulated_gpu.device import Interval, Report
+from mcore_qwen3vl.simulated_gpu.device import Report, Interval
 
 INTERVALS = {"model and optimizer": 0.3, "iteration 1": 2.0, "iteration 2": 2.0, "end": 0.0}
 
@@ -55,7 +55,7 @@ def test_the_page_names_script_model_and_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["/bin/mcore-qwen3vl", "rehearse", "sft_8b"])
-    device = Device(find_gpu("h100-80gb"), 80.0, 2.0)
+    device = RehearsedGpu(find_gpu("h100-80gb"), 80.0, 2.0)
     run = Command(("--hf-model", str(PUBLISHED / "8b.json")), 1, "launch/sft_8b.sh")
     found = Rehearsal(run, device)
     found.outcomes.append(outcome(36 * 10**9, device.usable))
@@ -69,7 +69,7 @@ def test_the_page_names_script_model_and_command(
 
 
 def test_names_and_errors_are_no_markup(tmp_path: Path) -> None:
-    device, tag = Device(find_gpu("h100-80gb"), 80.0, 2.0), '"><script>'
+    device, tag = RehearsedGpu(find_gpu("h100-80gb"), 80.0, 2.0), '"><script>'
     model = tmp_path / tag
     model.mkdir()
     (model / "config.json").write_bytes((PUBLISHED / "8b.json").read_bytes())

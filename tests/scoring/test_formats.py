@@ -19,7 +19,7 @@ from mcore_qwen3vl.data.inspection import check_data
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.scoring.records import tally, write_npy, write_parquet
-from mcore_qwen3vl.scoring.score import Request, score
+from mcore_qwen3vl.scoring.score import ScoreRequest, score
 from tests.data.conftest import chat, write_png
 from tests.data.loading.test_formats import COUNT, OTHERS, QUICK, WRITERS
 from tests.turns import slow_except
@@ -38,7 +38,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def scores(checkpoint: Path, data: Path, out: Path, **options: Any) -> list[dict[str, Any]]:
     options = {"dtype": "fp32", "seq_length": 512, "buffer": 8, **options}
-    score(Request(checkpoint, data, out, **options), on_cpu=True)
+    score(ScoreRequest(checkpoint, data, out, **options), on_cpu=True)
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
@@ -130,13 +130,13 @@ def test_what_was_begun_on_other_files_is_not_continued(dense: Path, tmp_path: P
     data, out = tmp_path / "data.parquet", tmp_path / "out.jsonl"
     good = chat(("user", "a"), ("assistant", "b"))
     pq.write_table(pa.Table.from_pylist([good]), data)
-    _ScoringJob(Request(dense, data, out)).output.open()
+    _ScoringJob(ScoreRequest(dense, data, out)).output.open()
     scores(dense, data, out, seq_length=None, buffer=128, dtype="config")
     out.unlink()
-    _ScoringJob(Request(dense, data, out)).output.open()
+    _ScoringJob(ScoreRequest(dense, data, out)).output.open()
     pq.write_table(pa.Table.from_pylist([good, good]), data)
     with pytest.raises(BadInput, match=r"begun with other settings \(data\)"):
-        score(Request(dense, data, out), on_cpu=True)
+        score(ScoreRequest(dense, data, out), on_cpu=True)
 
 
 def test_each_text_and_each_error_is_a_row(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from mcore_qwen3vl.data.scores import References, facts_file_of, vocabulary_fing
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.losses.preference import PreferenceLoss
-from mcore_qwen3vl.scoring.score import Request, score
+from mcore_qwen3vl.scoring.score import ScoreRequest, score
 from mcore_qwen3vl.verification.parity.case import ADAPTERS, write_random_adapter
 from tests.command import exit_code
 from tests.generation.cases import clip, frames, picture
@@ -177,7 +177,7 @@ def test_scores_are_hugging_faces(
 ) -> None:
     checkpoint, out = request.getfixturevalue(model), tmp_path / "out.jsonl"
     temperature = 1.3 if packing else 1.0
-    asked = Request(
+    asked = ScoreRequest(
         checkpoint, folder / "data.jsonl", out, layout=Layout.parse(layout), dtype="fp32",
         entropy=True, temperature=temperature, packing=packing, seq_length=512, buffer=2,
     )  # fmt: skip
@@ -207,7 +207,7 @@ def test_the_likeliest_tokens_and_the_rest_are_hugging_faces(
     layout: str, packing: bool, dense: Path, folder: Path, tmp_path: Path
 ) -> None:
     data, k, temperature = folder / "data.jsonl", 6, 1.3
-    asked = Request(
+    asked = ScoreRequest(
         dense, data, tmp_path / "out.arrow", layout=Layout.parse(layout), dtype="fp32",
         seq_length=512, temperature=temperature, packing=packing, buffer=2, top_k=k,
     )  # fmt: skip
@@ -233,7 +233,7 @@ def test_the_vocabulary_is_hashed_for_distillation_alone(dense: Path, folder: Pa
     from mcore_qwen3vl.scoring.score import _ScoringJob
 
     def settings(**options: Any) -> dict[str, Any]:
-        return _ScoringJob(Request(dense, folder / "data.jsonl", **options)).output._settings
+        return _ScoringJob(ScoreRequest(dense, folder / "data.jsonl", **options)).output._settings
 
     tokenizer, size = load_processor(dense).tokenizer, 352
     assert settings(top_k=2)["vocabulary"] == vocabulary_fingerprint(tokenizer, size)
@@ -246,7 +246,7 @@ def test_a_record_of_several_sequences_has_no_likeliest_tokens(
     data = tmp_path / "data.jsonl"
     pair = {"messages": messages_of("text")[:1], "chosen": "Yes.", "rejected": "No."}
     data.write_text(f"{json.dumps(pair)}\n{json.dumps({'messages': messages_of('text')})}\n")
-    score(Request(dense, data, top_k=2, max_bad_fraction=1), on_cpu=True)
+    score(ScoreRequest(dense, data, top_k=2, max_bad_fraction=1), on_cpu=True)
     with pa.memory_map(str(tmp_path / "data.topk.arrow")) as file:
         pair, alone = pa.ipc.open_file(file).read_all().to_pylist()
     assert pair["error"] == "--top-k is for records of one sequence; it has several."
@@ -270,7 +270,7 @@ def test_requests_for_likeliest_tokens_that_are_refused(
     options: dict[str, Any], message: str, dense: Path, folder: Path
 ) -> None:
     with pytest.raises(BadInput, match=message):
-        score(Request(dense, folder / "data.jsonl", **options), on_cpu=True)
+        score(ScoreRequest(dense, folder / "data.jsonl", **options), on_cpu=True)
 
 
 def test_a_converted_checkpoint_with_an_adapter_scores_like_pefts_model(
@@ -281,7 +281,7 @@ def test_a_converted_checkpoint_with_an_adapter_scores_like_pefts_model(
     adapter = write_random_adapter(tmp_path / "adapter", ADAPTERS["language"], dense)
     merge(dense, adapter, tmp_path / "merged")
     hf_to_mcore(dense, tmp_path / "mcore")
-    asked = Request(
+    asked = ScoreRequest(
         tmp_path / "mcore", folder / "data.jsonl", tmp_path / "out.jsonl", dtype="fp32",
         lora=adapter, seq_length=512,
     )  # fmt: skip
@@ -414,7 +414,7 @@ def test_what_is_refused(dense: Path, folder: Path, tmp_path: Path, capfd: Any) 
     assert "--max-bad-fraction is 2.0; it must be a share from 0 to 1" in message
     assert "not a multiple of 4" in said(data, "--cp", 2, "--seq-length", 510, "--out", out,
                                          "--force")  # fmt: skip
-    begun = Request(dense, data, tmp_path / "begun.jsonl", seq_length=512)
+    begun = ScoreRequest(dense, data, tmp_path / "begun.jsonl", seq_length=512)
     from mcore_qwen3vl.scoring.score import _ScoringJob
 
     _ScoringJob(begun).output.open()
@@ -434,10 +434,10 @@ def test_references_are_checked(dense: Path, tmp_path: Path) -> None:
     data.write_text(json.dumps({"messages": shared, "chosen": "This.", "rejected": "That!"}) + "\n")
     with pytest.raises(BadInput, match="Let the model score"):
         References(data)
-    score(Request(dense, data, temperature=0.7), on_cpu=True)
+    score(ScoreRequest(dense, data, temperature=0.7), on_cpu=True)
     with pytest.raises(BadInput, match=r"temperature 0\.7, and 1 is needed"):
         References(data)
-    score(Request(dense, data, force=True), on_cpu=True)
+    score(ScoreRequest(dense, data, force=True), on_cpu=True)
     entry = lines(tmp_path / "pairs.scores.jsonl")[0]
     found = References(data)
     preparation = Preparation(load_processor(dense), DataConfig(512), [Source(data)])

@@ -28,7 +28,7 @@ from mcore_qwen3vl.verification.search.case import (
     segments,
 )
 from mcore_qwen3vl.verification.search.running import Bench
-from mcore_qwen3vl.verification.search.search import Finding, Search, main
+from mcore_qwen3vl.verification.search.search import Counterexample, Search, main
 from mcore_qwen3vl.verification.search.shrinking import shrink
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -218,7 +218,7 @@ def test_a_case_pastes_its_pictures_and_both_commands() -> None:
 
 def test_a_finding_covers_cases_with_more_but_not_with_less() -> None:
     crash = oracles.Verdict("crashed", "command 1 ended in a traceback: ValueError: 17")
-    finding = Finding(0, crash, Case(flags=(("--packing",),)))
+    finding = Counterexample(0, crash, Case(flags=(("--packing",),)))
     more = Case(("--moe",), flags=(("--packing",), ("--seed", "1")), layout="dp2")
     assert finding.covers(more, replace(crash, text=crash.text.replace("17", "23")))
     assert not finding.covers(Case(), crash)

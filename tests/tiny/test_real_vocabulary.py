@@ -14,7 +14,7 @@ from transformers import AutoProcessor
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.published_configs import PUBLISHED
-from mcore_qwen3vl.scoring.score import Request, score
+from mcore_qwen3vl.scoring.score import ScoreRequest, score
 from mcore_qwen3vl.tiny import read_vocabulary, write_tiny_checkpoint
 from tests.command import exit_code
 from tests.generation import cases
@@ -86,7 +86,7 @@ def test_special_tokens_and_rows_are_the_published_ones(checkpoint: Path) -> Non
 @pytest.mark.slow
 def test_scores_are_hugging_faces(checkpoint: Path, folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    asked = Request(
+    asked = ScoreRequest(
         checkpoint, folder / "data.jsonl", out, layout=Layout(tp=2, sp=True), dtype="fp32",
         entropy=True,
         packing=True, seq_length=512,

@@ -26,7 +26,7 @@ from mcore_qwen3vl.converters.adapters.config import _FIELDS, _OTHERS, AdapterCo
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation import load_generation_config
 from mcore_qwen3vl.losses.embedding import require_last_token_pooling
-from mcore_qwen3vl.scoring.score import Request, score
+from mcore_qwen3vl.scoring.score import ScoreRequest, score
 from mcore_qwen3vl.tiny import YARN, tiny_config
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.parser import validate
@@ -377,7 +377,7 @@ def test_embeddings_of_another_kind_are_refused(
         require_last_token_pooling(model)
     (data := tmp_path / "data.jsonl").write_text('{"query": "a"}\n')
     with pytest.raises(BadInput, match=message):
-        score(Request(model, data, task="embedding", out=tmp_path / "x.parquet"))
+        score(ScoreRequest(model, data, task="embedding", out=tmp_path / "x.parquet"))
     words = ["--cpu", "--hf-model", str(model), "--data-path", "x.jsonl", "--train-iters", "1"]
     with pytest.raises(BadInput, match=message):
         validate([*words, "--task", "embedding"], 1)

@@ -26,7 +26,7 @@ from mcore_qwen3vl.model.decoder import attention, delta_net, norm
 from mcore_qwen3vl.model.decoder.layer import DeepStackLayer
 from mcore_qwen3vl.model.lora_modules import GroupedSite, Site
 from mcore_qwen3vl.tiny import YARN, write_tiny_checkpoint
-from mcore_qwen3vl.verification.parity.case import ADAPTERS, Case, write_random_adapter
+from mcore_qwen3vl.verification.parity.case import ADAPTERS, ParityCase, write_random_adapter
 from mcore_qwen3vl.verification.trace import on_rank
 from mcore_qwen3vl.verification.trace.recording import (
     ACTIVATION_GRADIENTS,
@@ -233,7 +233,7 @@ def test_a_mistake_in_the_code(
 
 
 def test_an_argument_of_another_model(injector: FaultInjector) -> None:
-    case = Case(config={"moe_router_score_function": "sigmoid"})
+    case = ParityCase(config={"moe_router_score_function": "sigmoid"})
     result = trace(injector.reference(moe=True), case=case)
     assert result.first.name == f"{TEXT}.layers.0.mlp.gate"
 

@@ -10,8 +10,8 @@ from typing import Any
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import load_processor
 from mcore_qwen3vl.generation import Generation, encode_prompts, generate_on_all_ranks
-from mcore_qwen3vl.generation import Request as Asked
-from mcore_qwen3vl.scoring.score import Request, score
+from mcore_qwen3vl.generation import GenerationRequest as Asked
+from mcore_qwen3vl.scoring.score import ScoreRequest, score
 from tests.vllm.conftest import Prompts
 from tests.vllm.engine import NEW_TOKENS
 
@@ -38,7 +38,7 @@ def scored(checkpoint: Path, prompts: Prompts, folder: Path, **options: Any) -> 
         for p in prompts.values()
     ]
     data.write_text("".join(f"{json.dumps(record)}\n" for record in records), "utf-8")
-    score(Request(checkpoint, data, out, force=True, **options), on_cpu=True)
+    score(ScoreRequest(checkpoint, data, out, force=True, **options), on_cpu=True)
     lines = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
     return dict(zip(prompts, lines, strict=True))
 

@@ -63,7 +63,7 @@ from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, Source
 from mcore_qwen3vl.data.datasets import ABSENT, SOURCE, Order, Part
-from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder, Record
+from mcore_qwen3vl.data.encoding.encoder import PlannedRecord, Qwen3VLTaskEncoder
 from mcore_qwen3vl.data.encoding.guard import IF_TOO_LONG, unusable_error
 from mcore_qwen3vl.data.encoding.packing import EpochOf, EpochPacking
 from mcore_qwen3vl.data.encoding.planning import Plan
@@ -786,7 +786,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
                     "media or its hook have changed. The next start measures the data again."
                 )
         return super().postencode_sample(
-            Record.derive_from(sample, plans=plans, source=raw.source, name=sample_id(crude))
+            PlannedRecord.derive_from(sample, plans=plans, source=raw.source, name=sample_id(crude))
         )
 
 

@@ -58,7 +58,7 @@ _TRIED = 1000
 
 
 @edataclass
-class Record(Sample):
+class PlannedRecord(Sample):
     """A tokenised record, whose media are measured; they are decoded once it has been chosen."""
 
     plans: list[Plan]  # one for each sequence
@@ -69,7 +69,7 @@ class Record(Sample):
     teacher: Top | None = None  # at the trained tokens
 
 
-class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
+class Qwen3VLTaskEncoder(TaskEncoder[RawSample, PlannedRecord, Batch, Batch]):
     """Energon's hooks; each is deterministic, so that energon can repeat it on resume."""
 
     decoder = None  # WebDataset parts stay bytes
@@ -95,7 +95,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         self._batcher = Batcher(architecture, config, self._pad_id, self.preparation.scale)
         self.parts: Sequence[Part] = ()
         """The data sets, whose records can be read by number."""
-        self._carrier: Record | None = None
+        self._carrier: PlannedRecord | None = None
         self._tried: set[int] = set()
         """The sources of which a record was looked for that can be used."""
 
@@ -116,7 +116,9 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
                 tokens = [plan.input_ids for plan in planned["plans"]]
                 references = self._references[sample.source]
                 planned["reference"] = references.log_probs_of(number_of(sample), tokens)
-        return Record.derive_from(sample, **planned, source=sample.source, name=sample_id(sample))
+        return PlannedRecord.derive_from(
+            sample, **planned, source=sample.source, name=sample_id(sample)
+        )
 
     def _plan_fields(self, sample: RawSample) -> dict[str, Any]:
         """Return the fields of the planned record that depend on the form of records."""
@@ -131,7 +133,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         lengths = [self._packed_length(sample) for sample in samples]
         return [[samples[i] for i in pack] for pack in best_fit(lengths, self.config.seq_length)]
 
-    def _packed_length(self, sample: Record) -> int:
+    def _packed_length(self, sample: PlannedRecord) -> int:
         """Return how many tokens of a pack the sequences of a record take."""
         lengths = [len(plan.input_ids) for plan in sample.plans]
         if (form := self.config.records) is None:
@@ -158,11 +160,11 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         return replace(sample, plans=plans, teacher=top)
 
     @stateless
-    def pack_selected_samples(self, samples: list[Record]) -> Batch:
+    def pack_selected_samples(self, samples: list[PlannedRecord]) -> Batch:
         return self._make_batch(self._batcher.pack, samples)
 
     @stateless
-    def batch(self, samples: list[Record]) -> Batch:
+    def batch(self, samples: list[PlannedRecord]) -> Batch:
         return self._make_batch(self._batcher.pad, samples)
 
     @stateless
@@ -174,10 +176,10 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
                 records.append(self._read_record(part, number))
         return self.batch(records)
 
-    def _read_record(self, part: int, number: int) -> Record:
+    def _read_record(self, part: int, number: int) -> PlannedRecord:
         """Read and decode one record; raise SkipSample if it cannot be used."""
         of = self.parts[part]
-        record: Record = self.postencode_sample(self.read_and_plan(of, of.raw(number)))
+        record: PlannedRecord = self.postencode_sample(self.read_and_plan(of, of.raw(number)))
         return record
 
     def read_and_plan(self, part: Part, raw: RawSampleData) -> Any:
@@ -248,10 +250,10 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
     def _pack_by_epoch(self, packing: Any, epoch_of: EpochOf) -> EpochPacking:
         return EpochPacking(packing, epoch_of, self.select_samples_to_pack)
 
-    def _spare_record(self) -> Record:
+    def _spare_record(self) -> PlannedRecord:
         """Return a record that stands in a batch without any; its losses are not counted."""
         if not (self._teachers or self.config.records):
-            return Record(
+            return PlannedRecord(
                 **dict.fromkeys(("__key__", "__restore_key__"), ""),
                 plans=[spare_plan(self._pad_id)], source=0, name="",
             )  # fmt: skip
@@ -264,7 +266,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         assert self._carrier is not None, "each skipped record has looked for another"
         return self._carrier
 
-    def _make_batch(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
+    def _make_batch(self, assemble: Callable[..., Batch], records: list[PlannedRecord]) -> Batch:
         """Make a batch with the counts since the last one; without records, a spare batch."""
         skipped, dropped = self.guard.take_counts()
         is_spare = not records
@@ -279,7 +281,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
             batch = replace(nothing, is_spare=True, padding_mask=padding)
         return replace(batch, counts=replace(batch.counts, skipped=skipped, dropped=dropped))
 
-    def _assemble(self, assemble: Callable[..., Batch], records: list[Record]) -> Batch:
+    def _assemble(self, assemble: Callable[..., Batch], records: list[PlannedRecord]) -> Batch:
         """Make a batch of records, with what their task needs and the names of their data sets."""
         owners = [record for record in records for _ in record.plans]
         plans = [plan for record in records for plan in record.plans]
@@ -293,7 +295,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, Record, Batch, Batch]):
         return replace(batch, data_sets=names)
 
     def _task_inputs(
-        self, assemble: Callable[..., Batch], records: list[Record]
+        self, assemble: Callable[..., Batch], records: list[PlannedRecord]
     ) -> TaskInputs | None:
         """Return what the records give the task's loss besides tokens."""
         if self._teachers:

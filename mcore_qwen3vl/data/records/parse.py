@@ -888,7 +888,7 @@ def _make_document(parts: list[str | Media], record: Mapping[str, Any]) -> Docum
 
 
 @dataclass(frozen=True)
-class Format:
+class RecordFormat:
     """A format of records."""
 
     name: str
@@ -897,10 +897,10 @@ class Format:
 
 
 FORMATS = (
-    Format("messages", ("messages",), read_messages),
-    Format("conversations", ("conversations",), read_conversations),
-    Format("interleaved", ("texts",), read_interleaved),
-    Format("caption", CAPTION_KEYS, read_caption),
+    RecordFormat("messages", ("messages",), read_messages),
+    RecordFormat("conversations", ("conversations",), read_conversations),
+    RecordFormat("interleaved", ("texts",), read_interleaved),
+    RecordFormat("caption", CAPTION_KEYS, read_caption),
 )
 """The formats in order: a record has the first one of which it has a key."""
 
@@ -936,7 +936,7 @@ def is_retrieval(record: Mapping[str, Any]) -> bool:
     return any(key in record for key in RETRIEVED)
 
 
-def format_of(record: Mapping[str, Any], name: str | None = None) -> Format:
+def format_of(record: Mapping[str, Any], name: str | None = None) -> RecordFormat:
     """Return the format of a JSON record."""
     if is_preference(record):
         raise BadSample(

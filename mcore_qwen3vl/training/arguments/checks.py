@@ -23,7 +23,7 @@ from mcore_qwen3vl.converters.hf.companions import read_form, require_processor
 from mcore_qwen3vl.converters.identify import (
     SMALL,
     TRACKER,
-    Kind,
+    PathKind,
     folder_name,
     identify,
     numbered_iterations,
@@ -360,9 +360,9 @@ def _check_checkpoint_kinds(settings: Settings) -> None:
     hf = settings.model.load_hf
     others = {"--load-hf": hf, **settings.loss.checkpoints()}
     for flag, path in others.items():
-        if path and identify(path).kind is Kind.MISSING:
+        if path and identify(path).kind is PathKind.MISSING:
             raise BadInput(f"{path} does not exist: check the path of {flag}.")
-    if hf and (place := identify(hf)).kind is not Kind.HUB_ID:
+    if hf and (place := identify(hf)).kind is not PathKind.HUB_ID:
         place.require_huggingface(
             instead="use --load, or --pretrained-checkpoint for the base of LoRA"
         )
@@ -370,7 +370,7 @@ def _check_checkpoint_kinds(settings: Settings) -> None:
     starts = {"--load": checkpoints.load, "--pretrained-checkpoint": base}
     places = {flag: identify(folder) for flag, folder in starts.items() if folder}
     for flag, place in places.items():
-        if place.kind not in (Kind.MISSING, Kind.HUB_ID, Kind.CONFIG, Kind.UNKNOWN):
+        if place.kind not in (PathKind.MISSING, PathKind.HUB_ID, PathKind.CONFIG, PathKind.UNKNOWN):
             place.require_megatron(instead="use --load-hf")
         elif starts[flag] != checkpoints.save:  # which a first run fills
             raise BadInput(

@@ -34,7 +34,7 @@ from mcore_qwen3vl.training.arguments.settings import (
 from mcore_qwen3vl.training.arguments.values import check_values
 
 if TYPE_CHECKING:  # it imports energon
-    from mcore_qwen3vl.training.contract.record import Record
+    from mcore_qwen3vl.training.contract.record import RunRecord
 
 SPECS = ("te", "torch")
 
@@ -284,7 +284,7 @@ class Kept:
     shared: bool
     numbered: bool
     batch: int | None
-    record: Record
+    record: RunRecord
 
     @classmethod
     def from_command(cls, explicit: Mapping[str, Any]) -> Kept | None:
@@ -292,7 +292,7 @@ class Kept:
         from mcore_qwen3vl.data.loader import RECORDS
         from mcore_qwen3vl.training.checkpoints import data_state
         from mcore_qwen3vl.training.checkpoints.resume import latest_iteration
-        from mcore_qwen3vl.training.contract.record import Record
+        from mcore_qwen3vl.training.contract.record import RunRecord
 
         load = explicit.get("load") or explicit.get("save")
         if not load or "finetune" in explicit:
@@ -303,7 +303,7 @@ class Kept:
         saved = data_state.first_state_of(load, iteration)
         if saved is None:
             return None
-        record = Record.of_checkpoint(load, iteration) or Record({})
+        record = RunRecord.of_checkpoint(load, iteration) or RunRecord({})
         batch_flags = ("global_batch_size", "step_batch_size_schedule", "rampup_batch_size")
         return cls(
             load,

@@ -35,7 +35,7 @@ from mcore_qwen3vl.converters.identify import (
     DEFAULT_FORMAT,
     HF_FOLDER,
     TRACKER,
-    Kind,
+    PathKind,
     folder_name,
     identify,
     numbered_iterations,
@@ -115,7 +115,7 @@ def checkpoint_of_other_maker(checkpoints: CheckpointSettings) -> OtherMaker | N
     """
     load = checkpoints.load or checkpoints.save  # the default of --load
     sources = [source for source in (load, checkpoints.pretrained_checkpoint) if source]
-    source = next((s for s in sources if identify(s).kind is Kind.MEGATRON), None)
+    source = next((s for s in sources if identify(s).kind is PathKind.MEGATRON), None)
     if source is None:
         return None
     step = checkpoints.ckpt_step if source == load else None

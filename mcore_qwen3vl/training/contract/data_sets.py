@@ -14,7 +14,7 @@ from mcore_qwen3vl.data.scores import scores_file_of, teacher_file_of
 from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings
 from mcore_qwen3vl.training.contract.rules import (
     Change,
-    Finding,
+    Notice,
     Steering,
     Values,
     values_before,
@@ -154,13 +154,13 @@ class OtherData:
 
     def judge(
         self, row: str, changes: Sequence[Change], before: Values, now: Values, steering: Steering
-    ) -> Iterator[Finding]:
+    ) -> Iterator[Notice]:
         (change,) = changes
         if _same_as_far_as_known(change.before, change.after):
             return
         grown = now.get(GROWN)
         if grown is True:
-            yield Finding(
+            yield Notice(
                 row,
                 f"{row}: {change.is_now} in place of {change.was}: records were appended. An epoch "
                 "that has begun goes on without them, and they come from the next epoch on",
@@ -175,7 +175,7 @@ class OtherData:
             f"{row}: the run was begun on {change.was}, and this command names {change.is_now}"
             f"{other}: {why}. Give the data of the checkpoint"
         )
-        yield Finding(row, f"{text}.", refused=True)
+        yield Notice(row, f"{text}.", refused=True)
 
 
 @dataclass(frozen=True)
@@ -190,9 +190,9 @@ class OtherValidation:
 
     def judge(
         self, row: str, changes: Sequence[Change], before: Values, now: Values, steering: Steering
-    ) -> Iterator[Finding]:
+    ) -> Iterator[Notice]:
         if before["content"] and now["content"]:
-            yield Finding(
+            yield Notice(
                 row,
                 f"{row}: {values_now(changes)} in place of {values_before(changes)}: its losses "
                 "are not compared with those before",

@@ -16,7 +16,7 @@ from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.contract.data_sets import readings_of, sources_of
 from mcore_qwen3vl.training.contract.rules import (
     Change,
-    Finding,
+    Notice,
     Steering,
     Values,
     WithoutPacks,
@@ -84,7 +84,7 @@ class OtherReading(WithoutPacks):
 
     def judge(
         self, row: str, changes: Sequence[Change], before: Values, now: Values, steering: Steering
-    ) -> Iterator[Finding]:
+    ) -> Iterator[Notice]:
         if any(change.setting in _BUDGETS for change in changes):
             changes = [each for each in changes if each.setting not in ("images", "videos")]
         yield from super().judge(row, changes, before, now, steering)

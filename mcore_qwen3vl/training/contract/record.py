@@ -15,8 +15,8 @@ from typing import Any
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write, parse_json, refuse_special_files
 from mcore_qwen3vl.training.checkpoints import data_state
-from mcore_qwen3vl.training.contract.rules import Finding, Steering, Values
-from mcore_qwen3vl.training.contract.table import ROWS, STYLES, Facts, Row
+from mcore_qwen3vl.training.contract.rules import Notice, Steering, Values
+from mcore_qwen3vl.training.contract.table import ROWS, STYLES, ContractRow, Facts
 
 FILE = "run.json"
 _VERSION = 1
@@ -34,7 +34,7 @@ _OF_TRAINING = ("mixture", "packing")
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRecord:
     """The values that decide a run's result, by the rows of :data:`.table.ROWS`.
 
     A row that an earlier version did not record is absent, or lacks values.
@@ -43,13 +43,13 @@ class Record:
     rows: Mapping[str, Values]
 
     @classmethod
-    def of_facts(cls, facts: Facts) -> Record:
+    def of_facts(cls, facts: Facts) -> RunRecord:
         """Return what the facts say; with settings this reads a part of the data sets."""
         values = {row.name: _values_of(row, facts) for row in ROWS}
         return cls({name: found for name, found in values.items() if found})
 
     @classmethod
-    def of_checkpoint(cls, checkpoints: str | Path, iteration: int) -> Record | None:
+    def of_checkpoint(cls, checkpoints: str | Path, iteration: int) -> RunRecord | None:
         """Return the record in a checkpoint, as far as its version kept one; None: nothing.
 
         Raises:
@@ -101,12 +101,12 @@ class Record:
             )
         return {name: value for row in (*rows, decay, styles) for name, value in row.items()}
 
-    def completed_by(self, other: Record) -> Record:
+    def completed_by(self, other: RunRecord) -> RunRecord:
         """Return this record with the values of another one for what it lacks."""
         names = {*self.rows, *other.rows}
-        return Record({n: {**other.rows.get(n, {}), **self.rows.get(n, {})} for n in names})
+        return RunRecord({n: {**other.rows.get(n, {}), **self.rows.get(n, {})} for n in names})
 
-    def lacks(self, now: Record) -> list[str]:
+    def lacks(self, now: RunRecord) -> list[str]:
         """Return the rows of `now` of which this record has not all values, or only sizes."""
         only_sizes = any(
             held["digest"] is None for held in self.value("data sets", "content") or ()
@@ -120,8 +120,8 @@ class Record:
 
 
 def compare(
-    before: Record, now: Record, *, steering: Steering = None, leave_out: Sequence[str] = ()
-) -> list[Finding]:
+    before: RunRecord, now: RunRecord, *, steering: Steering = None, leave_out: Sequence[str] = ()
+) -> list[Notice]:
     """Return what is to be said of a run that goes on: the rows that have changed, in order.
 
     Args:
@@ -138,7 +138,7 @@ def compare(
     ]
 
 
-def validates_otherwise(before: Record, now: Record) -> bool:
+def validates_otherwise(before: RunRecord, now: RunRecord) -> bool:
     """Return whether losses of validations cannot be compared, as far as both records say."""
     for name in OF_VALIDATION:
         was, is_now = before.rows.get(name, {}), now.rows.get(name, {})
@@ -149,7 +149,7 @@ def validates_otherwise(before: Record, now: Record) -> bool:
     return False
 
 
-def require_none_refused(findings: Sequence[Finding], directory: str) -> None:
+def require_none_refused(findings: Sequence[Notice], directory: str) -> None:
     """Raise BadInput, which says all of it, if a finding stops the run."""
     refused = [finding.text for finding in findings if finding.refused]
     if refused:
@@ -159,7 +159,7 @@ def require_none_refused(findings: Sequence[Finding], directory: str) -> None:
         )
 
 
-def _values_of(row: Row, facts: Facts) -> Values:
+def _values_of(row: ContractRow, facts: Facts) -> Values:
     """Return a row's values; none, if a checkpoint's arguments lack some of what they follow from.
 
     Those of earlier versions, and of Megatron's own runs, may.

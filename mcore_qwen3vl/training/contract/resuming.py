@@ -16,12 +16,12 @@ from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.training.contract.data_sets import growth
 from mcore_qwen3vl.training.contract.record import (
     OF_OPTIMIZER,
-    Record,
+    RunRecord,
     compare,
     require_none_refused,
     validates_otherwise,
 )
-from mcore_qwen3vl.training.contract.rules import Finding, Steering
+from mcore_qwen3vl.training.contract.rules import Notice, Steering
 from mcore_qwen3vl.training.contract.table import Facts
 from mcore_qwen3vl.training.data_provider import data_config
 
@@ -30,9 +30,9 @@ _BUILT_FROM_RECORD = ("hyperparameters", "learning rate")
 built from them."""
 
 
-def record_of(args: argparse.Namespace, settings: Settings) -> Record:
+def record_of(args: argparse.Namespace, settings: Settings) -> RunRecord:
     """Return the record of a run, given Megatron's arguments; reads a part of its data sets."""
-    return Record.of_facts(Facts(args, settings, data_config(settings).length_multiple))
+    return RunRecord.of_facts(Facts(args, settings, data_config(settings).length_multiple))
 
 
 class Contract:
@@ -43,20 +43,20 @@ class Contract:
     ) -> None:
         """Take Megatron's arguments, whose length of the run is known once a checkpoint loads."""
         self._args, self._settings, self._say = args, settings, say
-        self._saved: Record | None = None
+        self._saved: RunRecord | None = None
         self._load = settings.checkpoints.load or ""
 
     @cached_property
-    def record(self) -> Record:
+    def record(self) -> RunRecord:
         """What decides this run's result; the first rank reads a part of the data sets for it."""
         return record_of(self._args, self._settings)
 
     @property
-    def in_effect(self) -> Record:
+    def in_effect(self) -> RunRecord:
         """This run's record, with the checkpoint's schedule where that holds; on the first rank."""
         holds = self.steering == "checkpoint" and not self._args.no_load_optim
         schedule = self._saved.rows.get("schedule") if self._saved and holds else None
-        return Record({**self.record.rows, "schedule": schedule}) if schedule else self.record
+        return RunRecord({**self.record.rows, "schedule": schedule}) if schedule else self.record
 
     @property
     def steering(self) -> Steering:
@@ -110,29 +110,29 @@ class Contract:
         measures = settings.loop.skip_train and not settings.model.save_hf
         return iteration is not None and not (settings.checkpoints.finetune or measures)
 
-    def _record_beginning(self) -> list[Finding]:
+    def _record_beginning(self) -> list[Notice]:
         """Record the data as they are when the run begins."""
         _ = self.record
         return []
 
-    def _compare_recorded(self, iteration: int) -> list[Finding]:
-        self._saved = saved = Record.of_checkpoint(self._load, iteration) or Record({})
+    def _compare_recorded(self, iteration: int) -> list[Notice]:
+        self._saved = saved = RunRecord.of_checkpoint(self._load, iteration) or RunRecord({})
         if "data sets" not in saved.rows:
             return self._compare(saved, self.record)
         before, held = saved.rows["data sets"], self.record.rows["data sets"]
         state = data_state.first_state_of(self._load, iteration)
         held = {**held, **growth(self._settings, before, held, state)}
-        return self._compare(saved, Record({**self.record.rows, "data sets": held}))
+        return self._compare(saved, RunRecord({**self.record.rows, "data sets": held}))
 
-    def _compare_unrecorded(self, saved: argparse.Namespace) -> list[Finding]:
+    def _compare_unrecorded(self, saved: argparse.Namespace) -> list[Notice]:
         """Compare the rows that the record lacks with the arguments that Megatron has saved."""
         assert self._saved is not None
         lacking = self._saved.lacks(self.record)
         if not lacking:
             return []
-        of_arguments = Record.of_facts(Facts(saved))
+        of_arguments = RunRecord.of_facts(Facts(saved))
         found = self._compare(
-            Record({n: v for n, v in of_arguments.rows.items() if n in lacking}), self.record
+            RunRecord({n: v for n, v in of_arguments.rows.items() if n in lacking}), self.record
         )
         if self.steering == "checkpoint":
             found = [_as_refused(each) for each in found]
@@ -140,14 +140,14 @@ class Contract:
         if unknown := self._saved.lacks(self.record):
             text = "the checkpoint is of an earlier version, and does not say all of "
             text += f"{', '.join(unknown)}: what it does not say is not compared"
-            found.append(Finding("", text))
+            found.append(Notice("", text))
         return found
 
-    def _compare(self, saved: Record, now: Record) -> list[Finding]:
+    def _compare(self, saved: RunRecord, now: RunRecord) -> list[Notice]:
         leave_out = OF_OPTIMIZER if self._args.no_load_optim else ()
         return compare(saved, now, steering=self.steering, leave_out=leave_out)
 
-    def _conclude(self, find: Callable[[], Sequence[Finding]]) -> None:
+    def _conclude(self, find: Callable[[], Sequence[Notice]]) -> None:
         """Let the first rank compare; then say what it found, or stop, on all ranks."""
         answer: list[Any] = [None]
         if dist.get_rank() == 0:
@@ -166,7 +166,7 @@ class Contract:
             self._say(text)
 
 
-def _as_refused(finding: Finding) -> Finding:
+def _as_refused(finding: Notice) -> Notice:
     """Refuse to take a checkpoint's values that its version did not record for that."""
     if finding.row not in _BUILT_FROM_RECORD:
         return finding

@@ -35,7 +35,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Notice:
     """What a row says of its changes: a line for the user, or the reason why the run stops."""
 
     row: str
@@ -43,7 +43,7 @@ class Finding:
     refused: bool = False
 
 
-class Rule(Protocol):
+class ChangeRule(Protocol):
     """What a row does with its changes; `text` stands in the documentation's table."""
 
     @property
@@ -51,7 +51,7 @@ class Rule(Protocol):
 
     def judge(
         self, row: str, changes: Sequence[Change], before: Values, now: Values, steering: Steering
-    ) -> Iterator[Finding]:
+    ) -> Iterator[Notice]:
         """Yield what is to be said of `changes`, of which there is at least one."""
 
 
@@ -66,7 +66,7 @@ def values_now(changes: Sequence[Change]) -> str:
 
 
 @dataclass(frozen=True)
-class Allowed:
+class AllowedChange:
     """A change that holds from the next step on, with its effect."""
 
     effect: str
@@ -77,13 +77,13 @@ class Allowed:
 
     def judge(
         self, row: str, changes: Sequence[Change], before: Values, now: Values, steering: Steering
-    ) -> Iterator[Finding]:
+    ) -> Iterator[Notice]:
         was = values_before(changes)
-        yield Finding(row, f"{row}: {values_now(changes)} in place of {was}: {self.effect}")
+        yield Notice(row, f"{row}: {values_now(changes)} in place of {was}: {self.effect}")
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedChange:
     """A change that stops the run, with the reason."""
 
     why: str
@@ -94,10 +94,10 @@ class Refused:
 
     def judge(
         self, row: str, changes: Sequence[Change], before: Values, now: Values, steering: Steering
-    ) -> Iterator[Finding]:
+    ) -> Iterator[Notice]:
         text = f"{row}: the checkpoint has {values_before(changes)}, and this command "
         text += f"{values_now(changes)}: {self.why}. {AS_BEFORE}"
-        yield Finding(row, text, refused=True)
+        yield Notice(row, text, refused=True)
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Steered:
 
     def judge(
         self, row: str, changes: Sequence[Change], before: Values, now: Values, steering: Steering
-    ) -> Iterator[Finding]:
+    ) -> Iterator[Notice]:
         was, is_now = values_before(changes), values_now(changes)
         if steering is None:
             remedy = (
@@ -129,11 +129,11 @@ class Steered:
                 "take the command's." if self.of_command else STEER
             )  # fmt: skip
             text = f"{row}: the checkpoint has {was}, and this command {is_now}. {remedy}"
-            yield Finding(row, text, refused=True)
+            yield Notice(row, text, refused=True)
         elif steering == "command" or self.of_command:
-            yield Finding(row, f"{row}: {is_now} from the next step on, in place of {was}")
+            yield Notice(row, f"{row}: {is_now} from the next step on, in place of {was}")
         else:
-            yield Finding(row, f"{row}: the checkpoint's {was}, and not {is_now}")
+            yield Notice(row, f"{row}: the checkpoint's {was}, and not {is_now}")
 
 
 FLAGS_IN_TABLE = "`--override-opt-param-scheduler` or `--use-checkpoint-opt-param-scheduler`"
@@ -154,8 +154,10 @@ class WithoutPacks:
 
     def judge(
         self, row: str, changes: Sequence[Change], before: Values, now: Values, steering: Steering
-    ) -> Iterator[Finding]:
-        rule: Rule = Refused(_OTHER_PACKS) if now["packing"] else Allowed(self.effect)
+    ) -> Iterator[Notice]:
+        rule: ChangeRule = (
+            RefusedChange(_OTHER_PACKS) if now["packing"] else AllowedChange(self.effect)
+        )
         yield from rule.judge(row, changes, before, now, steering)
 
 
@@ -170,5 +172,5 @@ class Elsewhere:
 
     def judge(
         self, row: str, changes: Sequence[Change], before: Values, now: Values, steering: Steering
-    ) -> Iterator[Finding]:
+    ) -> Iterator[Notice]:
         return iter(())

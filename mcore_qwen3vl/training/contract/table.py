@@ -30,12 +30,12 @@ from mcore_qwen3vl.training.contract.data_sets import (
 )
 from mcore_qwen3vl.training.contract.reading import CONTENT, OtherReading, content_of_reading
 from mcore_qwen3vl.training.contract.rules import (
-    Allowed,
+    AllowedChange,
     Change,
+    ChangeRule,
     Elsewhere,
-    Finding,
-    Refused,
-    Rule,
+    Notice,
+    RefusedChange,
     Steered,
     Steering,
     Values,
@@ -65,7 +65,7 @@ Words = Callable[[Any, Values], str]
 
 
 @dataclass(frozen=True)
-class Row:
+class ContractRow:
     """A row of the contract.
 
     Attributes:
@@ -81,7 +81,7 @@ class Row:
 
     name: str
     flags: tuple[str, ...]
-    rule: Rule
+    rule: ChangeRule
     read: Reader | None = None
     compared: tuple[str, ...] | None = None
     words: Mapping[str, Words] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class Row:
         """Return the row's values as plain data; without what the facts do not say."""
         return _flags(*self.flags)(facts) if self.read is None else self.read(facts)
 
-    def findings(self, before: Values, now: Values, steering: Steering) -> Iterator[Finding]:
+    def findings(self, before: Values, now: Values, steering: Steering) -> Iterator[Notice]:
         """Yield what is to be said of the values that differ."""
         known = [name for name in now if name in before]
         changes = [
@@ -251,19 +251,17 @@ class _Packs:
 
     def judge(
         self, row: str, changes: Sequence[Change], before: Values, now: Values, steering: Steering
-    ) -> Iterator[Finding]:
+    ) -> Iterator[Notice]:
         others = [change for change in changes if change.setting != "length_multiple"]
         if others:
             why = "packs that wait to be read were made with the checkpoint's values"
-            yield from Refused(why).judge(row, others, before, now, steering)
+            yield from RefusedChange(why).judge(row, others, before, now, steering)
             return
         for change in changes:
             if change.before % change.after:
                 text = f"{row}: {change.was} in the checkpoint, {change.is_now} in this command: "
                 text += "packs that wait to be read may have no room. Give the checkpoint's "
-                yield Finding(
-                    row, f"{text}--context-parallel-size, or a smaller one.", refused=True
-                )
+                yield Notice(row, f"{text}--context-parallel-size, or a smaller one.", refused=True)
 
 
 def _rows(facts: Facts) -> Values:
@@ -286,19 +284,19 @@ class _Length:
 
     def judge(
         self, row: str, changes: Sequence[Change], before: Values, now: Values, steering: Steering
-    ) -> Iterator[Finding]:
+    ) -> Iterator[Notice]:
         was, is_now = before.get("num_epochs"), now.get("num_epochs")
         if was and is_now and is_now < was:
             text = f"{row}: the run was begun with --num-epochs {was}, and this command has "
             text += f"{is_now}. Give {was} or more; Ctrl-C ends a run earlier, with a checkpoint."
-            yield Finding(row, text, refused=True)
+            yield Notice(row, text, refused=True)
             return
         asked = [change for change in changes if was != is_now or change.setting != "num_epochs"]
         if asked and not (was == is_now and was):  # the same epochs, in steps of another batch
             text = (
                 f"{row}: {values_now(asked)} in place of {values_before(asked)}: the run ends at "
             )
-            yield Finding(row, f"{text}another step")
+            yield Notice(row, f"{text}another step")
 
 
 # The steps and the optimizer.
@@ -359,12 +357,12 @@ class _Layout:
 
     def judge(
         self, row: str, changes: Sequence[Change], before: Values, now: Values, steering: Steering
-    ) -> Iterator[Finding]:
+    ) -> Iterator[Notice]:
         effect = "results differ by their rounding"
         changed = any(change.setting == "micro_batch_size" for change in changes)
         if changed and (parts := now["of_micro_batch"]):
             effect = f"{' and '.join(parts)} are of other micro-batches from the next step on"
-        yield from Allowed(effect).judge(row, changes, before, now, steering)
+        yield from AllowedChange(effect).judge(row, changes, before, now, steering)
 
 
 def _skipped_steps(facts: Facts) -> Values:
@@ -485,16 +483,16 @@ class _FurtherToken:
 
     def judge(
         self, row: str, changes: Sequence[Change], before: Values, now: Values, steering: Steering
-    ) -> Iterator[Finding]:
+    ) -> Iterator[Notice]:
         layers = before.get("mtp_num_layers")
         if layers and not now.get("mtp_num_layers"):
             text = (
                 f"{row}: the run trained mtp.*, the layer that predicts a further token, and this "
             )
             text += "command would drop it from its checkpoints and exports: add --mtp-num-layers "
-            yield Finding(row, f"{text}{layers}.", refused=True)
+            yield Notice(row, f"{text}{layers}.", refused=True)
         else:
-            yield from Allowed(FROM_HERE).judge(row, changes, before, now, steering)
+            yield from AllowedChange(FROM_HERE).judge(row, changes, before, now, steering)
 
 
 FROM_HERE = "it holds from the next step on"
@@ -521,8 +519,8 @@ _ROUTING = (
     "moe_expert_rank_capacity_factor",
 )
 
-ROWS: tuple[Row, ...] = (
-    Row(
+ROWS: tuple[ContractRow, ...] = (
+    ContractRow(
         "data sets",
         ("data_path", "train_data_path"),
         OtherData(),
@@ -531,10 +529,10 @@ ROWS: tuple[Row, ...] = (
         words={"content": say_data_sets},
         check=require_data_sets,
     ),
-    Row(
+    ContractRow(
         "mixture",
         (),
-        Refused("each data set has a position of its own in the order of the mixture"),
+        RefusedChange("each data set has a position of its own in the order of the mixture"),
         _mixture,
         words={
             "shares": _say_list("the shares"),
@@ -543,7 +541,7 @@ ROWS: tuple[Row, ...] = (
         },
         numbers=("shares", "epochs", "max_samples"),
     ),
-    Row(
+    ContractRow(
         "reading of records",
         _READING,
         OtherReading("records that are read from here on are read so"),
@@ -551,13 +549,13 @@ ROWS: tuple[Row, ...] = (
         compared=(*_READING, *CONTENT),
         words={name: _say(words) for name, words in CONTENT.items()},
     ),
-    Row(
+    ContractRow(
         "order",
         ("shuffle", "seed", "shuffle_buffer"),
-        Refused("a position in the data would name other records"),
+        RefusedChange("a position in the data would name other records"),
         _order,
     ),
-    Row(
+    ContractRow(
         "packs",
         ("packing", "balance", "packing_buffer"),
         _Packs(),
@@ -565,13 +563,13 @@ ROWS: tuple[Row, ...] = (
         words={"length_multiple": lambda value, _: f"lengths that are multiples of {value}"},
         numbers=("length_multiple",),
     ),
-    Row(
+    ContractRow(
         "row length",
         ("seq_length",),
-        Allowed("longer samples are left out, or cut, from here on"),
+        AllowedChange("longer samples are left out, or cut, from here on"),
         _rows,
     ),
-    Row(
+    ContractRow(
         "validation",
         ("valid_data_path", "eval_iters", "eval_global_batch_size"),
         OtherValidation(),
@@ -586,30 +584,30 @@ ROWS: tuple[Row, ...] = (
         numbers=("samples",),
         check=require_data_sets,
     ),
-    Row("length of the run", _LENGTH, _Length(), numbers=_LENGTH),
-    Row(
+    ContractRow("length of the run", _LENGTH, _Length(), numbers=_LENGTH),
+    ContractRow(
         "batch",
         ("global_batch_size", "step_batch_size_schedule", "decrease_batch_size_if_needed"),
         Steered(of_command=True),
         _batch,
         numbers=("global_batch_size",),
     ),
-    Row(
+    ContractRow(
         "skipped steps",
         ("iterations_to_skip",),
-        Allowed("steps that are ahead are skipped so"),
+        AllowedChange("steps that are ahead are skipped so"),
         _skipped_steps,
     ),
-    Row(
+    ContractRow(
         "optimizer",
         ("optimizer",),
-        Refused(
+        RefusedChange(
             "its state is another one. --no-load-optim goes on with a new state, at the same step"
         ),
     ),
-    Row("hyperparameters", HYPERPARAMETERS, Steered(), _hyperparameters, numbers=_FACTORS),
-    Row("learning rate", RATES, Steered(), numbers=RATES),
-    Row(
+    ContractRow("hyperparameters", HYPERPARAMETERS, Steered(), _hyperparameters, numbers=_FACTORS),
+    ContractRow("learning rate", RATES, Steered(), numbers=RATES),
+    ContractRow(
         "schedule",
         (*STYLES, *_DURATIONS),
         Steered(),
@@ -622,69 +620,71 @@ ROWS: tuple[Row, ...] = (
         },
         numbers=("warmup", "decay", "wsd", "batch"),
     ),
-    Row("weight decay", WEIGHT_DECAY, Steered(), numbers=WEIGHT_DECAY[:3]),
-    Row("gradient clipping", ("clip_grad",), Allowed(FROM_HERE)),
-    Row(
+    ContractRow("weight decay", WEIGHT_DECAY, Steered(), numbers=WEIGHT_DECAY[:3]),
+    ContractRow("gradient clipping", ("clip_grad",), AllowedChange(FROM_HERE)),
+    ContractRow(
         "optimizer's state",
         _STATE,
-        Refused(
+        RefusedChange(
             "it is stored otherwise. --no-load-optim goes on with a new state, at the same step"
         ),
         _state,
         words={"half": lambda value, _: "16-bit weights" if value else "float32 weights"},
     ),
-    Row(
+    ContractRow(
         "what trains",
         ("freeze", "trainable"),
-        Allowed(
+        AllowedChange(
             "the optimizer's state of what no longer trains is dropped; a parameter that did not "
             "train before is refused, because its state was not saved"
         ),
     ),
-    Row(
+    ContractRow(
         "adapter",
         _ADAPTER,
         Elsewhere("refused: the checkpoint's `adapter_config.json` is compared"),
         lambda facts: {},
     ),
-    Row(
+    ContractRow(
         "loss",
         ("loss", "task"),
-        Refused("another loss is another run"),
+        RefusedChange("another loss is another run"),
     ),
-    Row("settings of the loss", flags_of_losses(), Allowed(FROM_HERE)),
-    Row(
+    ContractRow("settings of the loss", flags_of_losses(), AllowedChange(FROM_HERE)),
+    ContractRow(
         "files of the loss",
         (),
-        Allowed(
+        AllowedChange(
             "the loss compares with these scores of a reference, or likeliest tokens of a teacher, "
             "from the next step on"
         ),
         _files_of_loss,
         words={"beside": say_beside},
     ),
-    Row(
+    ContractRow(
         "further token",
         ("mtp_num_layers", "mtp_loss_scaling_factor"),
         _FurtherToken(),
         _further_token,
     ),
-    Row("routing of experts", _ROUTING, Allowed(FROM_HERE)),
-    Row("dropout", ("hidden_dropout", "attention_dropout", "lora_dropout"), Allowed(FROM_HERE)),
-    Row(
+    ContractRow("routing of experts", _ROUTING, AllowedChange(FROM_HERE)),
+    ContractRow(
+        "dropout", ("hidden_dropout", "attention_dropout", "lora_dropout"), AllowedChange(FROM_HERE)
+    ),
+    ContractRow(
         "precision",
         (*_PRECISION, "fp32"),
-        Allowed("results are rounded otherwise from here on"),
+        AllowedChange("results are rounded otherwise from here on"),
         _flags(*_PRECISION),
     ),
-    Row(
+    ContractRow(
         "layout",
         (*_LAYOUT, *_SPLIT),
         _Layout(),
         _layout,
         compared=_LAYOUT,
     ),
-    Row(
+    ContractRow(
         "data workers",
         ("num_workers",),
         Elsewhere(
@@ -694,8 +694,8 @@ ROWS: tuple[Row, ...] = (
         ),
         lambda facts: {},
     ),
-    Row("layers' code", ("spec",), Allowed("results differ by their rounding")),
-    Row(
+    ContractRow("layers' code", ("spec",), AllowedChange("results differ by their rounding")),
+    ContractRow(
         "model",
         _MODEL,
         Elsewhere("refused: the config in `hf` of the checkpoint is compared"),
@@ -719,7 +719,7 @@ def reasons_for_no_row() -> dict[str, str]:
     return found
 
 
-def owner_of(name: str) -> Row | None:
+def owner_of(name: str) -> ContractRow | None:
     """Return the row that owns the flag with the ``dest`` `name`, or None."""
     return next((row for row in ROWS if name in row.flags), None)
 

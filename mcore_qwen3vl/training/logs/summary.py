@@ -14,7 +14,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import counted, plain, visible
 from mcore_qwen3vl.converters.describe import inspect_path
 from mcore_qwen3vl.converters.hf.hf_checkpoint import holder_of_mtp
-from mcore_qwen3vl.converters.identify import Kind, identify
+from mcore_qwen3vl.converters.identify import PathKind, identify
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
@@ -145,7 +145,7 @@ def rounded_text(settings: Settings) -> str:
     """Say which weights a run rounds because it begins with wider ones than it holds."""
     compute, checkpoints, start = settings.compute, settings.checkpoints, settings.start
     held = compute.params_dtype
-    resumes = checkpoints.load and identify(checkpoints.load).kind is Kind.MEGATRON
+    resumes = checkpoints.load and identify(checkpoints.load).kind is PathKind.MEGATRON
     if held == "float32" or start is None or resumes or settings.lora.trains_adapter:
         return ""
     return rounded_weights(start, held, settings.model.folder)
@@ -157,7 +157,7 @@ def rounded_weights(start: str | Path, held: str, hf_model: Path) -> str:
     Args:
         hf_model: the folder with the config of a Megatron checkpoint.
     """
-    of_megatron = identify(start).kind is Kind.MEGATRON
+    of_megatron = identify(start).kind is PathKind.MEGATRON
     try:
         found = inspect_path(start, hf_config=hf_model if of_megatron else None)
     except BadInput:

@@ -118,7 +118,7 @@ class RouterLosses:
 
 
 @dataclass(frozen=True)
-class Case:
+class ParityCase:
     """The settings under which a model runs.
 
     Attributes:
@@ -173,7 +173,7 @@ class Case:
         """The number that sequence lengths must be a multiple of."""
         return length_multiple(self.layout.cp, self.layout.tp, self.layout.sp)
 
-    def validate(self, architecture: Architecture, batches: tuple[Batch, ...]) -> None:
+    def validate(self, architecture: Architecture, batches: tuple[GlobalBatch, ...]) -> None:
         """Check before any process starts that the model and the batches can be run this way.
 
         Raises:
@@ -258,7 +258,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Batch:
+class GlobalBatch:
     """A global batch, of which the data-parallel ranks get consecutive equal parts."""
 
     name: str
@@ -296,7 +296,7 @@ class Batch:
         return int(sum(m.loss_mask.sum() for m in self.micro_batches))
 
 
-class Recipe(NamedTuple):
+class BatchRecipe(NamedTuple):
     """How samples make micro-batches, and the samples.
 
     Micro-batches are separated by ``;`` and their samples by ``|``. The words of a sample are a
@@ -308,41 +308,43 @@ class Recipe(NamedTuple):
     samples: str
 
 
-RECIPES: dict[str, Recipe] = {
-    "text": Recipe("even", "23; 19; 24; 21"),
-    "image": Recipe("even", "5 image:2x3 4; 3 image:4x2 6; 7 image:2x4 2; 2 image:3x2 5"),
-    "images": Recipe(
+RECIPES: dict[str, BatchRecipe] = {
+    "text": BatchRecipe("even", "23; 19; 24; 21"),
+    "image": BatchRecipe("even", "5 image:2x3 4; 3 image:4x2 6; 7 image:2x4 2; 2 image:3x2 5"),
+    "images": BatchRecipe(
         "even",
         "3 image:2x3 image:4x1 4; 1 image:1x2 3 image:3x2 2 image:2x1 1; "
         "5 image:2x4 2; 2 image:1x3 4 image:2x2 3",
     ),
-    "video": Recipe(
+    "video": BatchRecipe(
         "even",
         "4 video:3x2x2 3; 2 video:2x2x3 5; 6 video:2x3x1 1 video:1x1x2 2; 3 video:3x2x2 2",
     ),
-    "mixed": Recipe(
+    "mixed": BatchRecipe(
         "even",
         "3 image:2x3 2 video:2x1x2 4; 4 video:2x2x1 image:1x3 3; "
         "1 video:1x3x2 2 image:2x1 image:1x2 2; 5 image:3x2 1 video:3x1x1 3",
     ),
-    "padded": Recipe(
+    "padded": BatchRecipe(
         "padded",
         "4 image:2x3 3 | 9; 13 | 2 video:2x2x1 3 image:1x3 1; "
         "6 image:3x2 9 | 1 image:1x2 2; 5 | 3 image:2x2 4",
     ),
-    "padded-left": Recipe(
+    "padded-left": BatchRecipe(
         "padded-left",
         "8 | 3 image:3x2 4; 2 image:2x3 1 | 5 video:2x1x2 6; "
         "11 image:2x2 2 | 7; 4 video:1x2x2 1 | 3 image:2x1 5",
     ),
-    "packed": Recipe(
+    "packed": BatchRecipe(
         "packed",
         "5 | 3 image:2x3 4 | 2 video:2x1x2 3; 4 image:1x3 video:2x2x1 2 | 13; "
         "9 | 6 | 7; 2 image:4x1 1 | 3 image:1x2 2 image:3x2 2",
     ),
     # With two or four data-parallel ranks, some of them get no image and no video at all.
-    "imageless": Recipe("even", "4 image:3x2 3; 2 video:2x2x2 4; 14; 17"),
-    "ragged": Recipe("ragged", "5 image:2x3 9; 11; 3 video:3x2x1 4 image:1x3 7; 2 image:2x2 3"),
+    "imageless": BatchRecipe("even", "4 image:3x2 3; 2 video:2x2x2 4; 14; 17"),
+    "ragged": BatchRecipe(
+        "ragged", "5 image:2x3 9; 11; 3 video:3x2x1 4 image:1x3 7; 2 image:2x2 3"
+    ),
 }
 
 
@@ -351,7 +353,7 @@ def batch_names_of(spec: Spec) -> tuple[str, ...]:
     return tuple(n for n, r in RECIPES.items() if spec != "te" or r.form != "padded-left")
 
 
-def build_batch(name: str, architecture: Architecture, *, multiple: int = 8) -> Batch:
+def build_batch(name: str, architecture: Architecture, *, multiple: int = 8) -> GlobalBatch:
     """Build the batch called `name`.
 
     Args:
@@ -385,13 +387,13 @@ def build_batch(name: str, architecture: Architecture, *, multiple: int = 8) -> 
     # A pack is wider than its samples, so that there is padding at its end.
     widths = [max(totals) + multiple if recipe.form == "packed" else longest] * len(totals)
     pairs = zip(samples, totals if recipe.form == "ragged" else widths, strict=True)
-    return Batch(
+    return GlobalBatch(
         name, tuple(_assemble_micro_batch(architecture, recipe.form, *pair) for pair in pairs)
     )
 
 
 def _parse_pieces(sample: str) -> list[Piece]:
-    """Read the words of a sample, as :class:`Recipe` describes them."""
+    """Read the words of a sample, as :class:`BatchRecipe` describes them."""
     pieces: list[Piece] = []
     for word in sample.split():
         kind, _, sizes = word.rpartition(":")

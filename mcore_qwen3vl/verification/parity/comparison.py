@@ -33,9 +33,9 @@ from mcore_qwen3vl.verification.measurement import (
 from mcore_qwen3vl.verification.parity.case import (
     RECIPES,
     AdamW,
-    Batch,
-    Case,
     Dtype,
+    GlobalBatch,
+    ParityCase,
     batch_names_of,
     build_batch,
     preset_config,
@@ -123,7 +123,7 @@ def verify_parity(
     """
     if checkpoint is not None:
         identify(checkpoint).require_megatron(instead="compare it with `verify tensors`")
-    case = Case(layout or Layout(), spec, dtype, device, gradients)
+    case = ParityCase(layout or Layout(), spec, dtype, device, gradients)
     adamw = AdamW() if gradients and dtype == "fp32" else None
     case = replace(case, adamw=adamw, compile_pointwise=compile_pointwise)
     names = list(batches or batch_names_of(spec))
@@ -159,7 +159,9 @@ class Needs:
     disk: float
 
 
-def memory_and_disk_of(reference: ReferenceCheckpoint, case: Case, batches: Sequence[str]) -> Needs:
+def memory_and_disk_of(
+    reference: ReferenceCheckpoint, case: ParityCase, batches: Sequence[str]
+) -> Needs:
     """Calculate what a comparison with its results in files takes.
 
     One model and its gradients are in memory at a time: first the reference, then the ranks of
@@ -211,8 +213,11 @@ def memory_and_disk_of(reference: ReferenceCheckpoint, case: Case, batches: Sequ
 
 
 def _fit_memory(
-    reference: ReferenceCheckpoint, case: Case, batches: Sequence[str], say: Callable[[str], None]
-) -> Case:
+    reference: ReferenceCheckpoint,
+    case: ParityCase,
+    batches: Sequence[str],
+    say: Callable[[str], None],
+) -> ParityCase:
     """Return the case with its weights in files if memory is short; say what it takes.
 
     Raises:
@@ -241,7 +246,7 @@ def _fit_memory(
 
 def compare_case(
     reference: ReferenceCheckpoint,
-    case: Case,
+    case: ParityCase,
     batches: Sequence[str],
     *,
     mcore: Path | None = None,
@@ -313,14 +318,16 @@ def compare_case(
     return report
 
 
-def _batches_per_run(reference: ReferenceCheckpoint, case: Case) -> int:
+def _batches_per_run(reference: ReferenceCheckpoint, case: ParityCase) -> int:
     """Return how many batches run together: as many as have small gradients together."""
     if not case.gradients:
         return len(RECIPES)
     return max(1, GRADIENT_BYTES // (4 * sum(reference.value_counts().values())))
 
 
-def _group_into_runs(batches: Iterable[Batch], case: Case, most: int) -> list[list[str]]:
+def _group_into_runs(
+    batches: Iterable[GlobalBatch], case: ParityCase, most: int
+) -> list[list[str]]:
     """Return the names of batches, grouped by what one run of the ranks can take: `most` of them.
 
     A pipeline is told once whether micro-batches differ in shape. It must also work where it may
@@ -333,7 +340,7 @@ def _group_into_runs(batches: Iterable[Batch], case: Case, most: int) -> list[li
 
 
 def _expected_value_counts(
-    reference: ReferenceCheckpoint, case: Case, expected: Expected, frozen: dict[str, int]
+    reference: ReferenceCheckpoint, case: ParityCase, expected: Expected, frozen: dict[str, int]
 ) -> dict[tuple[str, str], int]:
     """Return how many values there are to compare, by part and name."""
     tokens = sum(int(valid.sum()) for valid in expected.valid)
@@ -344,7 +351,7 @@ def _expected_value_counts(
 
 
 def half_precision_tolerances(
-    reference: ReferenceCheckpoint, case: Case, batches: Sequence[str], folder: Path | None
+    reference: ReferenceCheckpoint, case: ParityCase, batches: Sequence[str], folder: Path | None
 ) -> dict[str, float]:
     """Return by part `HALF_PRECISION_FACTOR` times the worst error of HF's own bf16 run.
 

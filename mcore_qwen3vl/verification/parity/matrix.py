@@ -17,7 +17,7 @@ from mcore_qwen3vl.verification.parity.case import (
     ADAPTERS,
     RECIPES,
     AdamW,
-    Case,
+    ParityCase,
     write_random_adapter,
 )
 from mcore_qwen3vl.verification.parity.comparison import compare_case
@@ -74,7 +74,7 @@ class MatrixRow:
     model: str  # a name in `MODELS`
     layout: str  # in the form that ``Layout.parse`` reads
     batches: tuple[str, ...] = EVERY
-    options: dict[str, Any] = field(default_factory=dict)  # further fields of `Case`
+    options: dict[str, Any] = field(default_factory=dict)  # further fields of `ParityCase`
     note: str = ""
     lora: str = ""  # a name in `ADAPTERS`; only this adapter is trained, and compared with PEFT
 
@@ -371,7 +371,7 @@ class Matrix:
 
     def compare_row(self, row: MatrixRow, timeout: float = 120.0) -> Report:
         """Compare one row; fp32 rows that freeze nothing take an optimizer step too."""
-        case = Case(Layout.parse(row.layout), **row.options)
+        case = ParityCase(Layout.parse(row.layout), **row.options)
         if case.dtype == "fp32":
             case = replace(case, adamw=AdamW())
         reference = self.reference(row.model, row.lora)

@@ -48,7 +48,7 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks
 from mcore_qwen3vl.runtime.launch import initialize, tell
 from mcore_qwen3vl.training.optimizer import use_multi_tensor
 from mcore_qwen3vl.verification.measurement import FROZEN, Measurement, Measurements, measure, merge
-from mcore_qwen3vl.verification.parity.case import AdamW, Case, MicroBatch, computing_in
+from mcore_qwen3vl.verification.parity.case import AdamW, MicroBatch, ParityCase, computing_in
 from mcore_qwen3vl.verification.parity.reference import AFTER_STEP, Expected, Stepped, move_to_files
 
 IN_MEMORY: ExpertLayout = "v5"
@@ -66,7 +66,7 @@ HEAD_CHUNK = 7
 
 def measure_on_rank(
     path: Path,
-    case: Case,
+    case: ParityCase,
     batches: list[Expected],
     stepped: Stepped | None,
     adapter: Adapter | None,
@@ -121,7 +121,7 @@ class Engine:
     def __init__(
         self,
         path: Path,
-        case: Case,
+        case: ParityCase,
         *,
         uneven: bool,
         mcore: Path | None = None,
@@ -332,7 +332,7 @@ class Engine:
             config.grad_sync_func = sync[0] if single else sync
 
 
-def _forbid_tf32(case: Case) -> dict[str, Any]:
+def _forbid_tf32(case: ParityCase) -> dict[str, Any]:
     """Keep the operands of float32 products from being rounded to TF32's ten bits from now on.
 
     PyTorch rounds them in convolutions, and in NVIDIA's containers everywhere.

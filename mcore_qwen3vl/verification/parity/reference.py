@@ -33,9 +33,9 @@ from mcore_qwen3vl.converters.storage.dtypes import all_finite
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.verification.parity.case import (
     AdamW,
-    Batch,
-    Case,
+    GlobalBatch,
     MicroBatch,
+    ParityCase,
     RouterLosses,
     Sample,
     build_batch,
@@ -113,7 +113,7 @@ class SavedTensors(Mapping[str, Tensor]):
 class Expected:
     """The reference for one batch; logits, losses and valid have a tensor for each micro-batch."""
 
-    batch: Batch
+    batch: GlobalBatch
     logits: tuple[Tensor, ...]  # (B, S, V) float32, or float64; 0 at padding
     losses: tuple[Tensor, ...]  # (B, S) cross-entropy of each token, likewise
     valid: tuple[Tensor, ...]  # (B, S) bool: not padding
@@ -184,7 +184,11 @@ class Reference:
         self.model.eval()
 
     def compute_expected(
-        self, batch: Batch, *, gradients: bool = True, router_losses: RouterLosses | None = None
+        self,
+        batch: GlobalBatch,
+        *,
+        gradients: bool = True,
+        router_losses: RouterLosses | None = None,
     ) -> Expected:
         """Compute logits, losses and, with `gradients`, all gradients, summed over samples.
 
@@ -382,7 +386,7 @@ class ReferenceCheckpoint:
         return self._models[dtype]
 
     def results(
-        self, batches: Sequence[str], case: Case, folder: Path | None
+        self, batches: Sequence[str], case: ParityCase, folder: Path | None
     ) -> tuple[list[Expected], Stepped | None]:
         """Return the reference's results for `batches`, and after a step on the last of them.
 
@@ -407,7 +411,7 @@ class ReferenceCheckpoint:
         self._expected.clear()
         self._stepped.clear()
 
-    def _results_of(self, batch: str, case: Case, folder: Path | None) -> Expected:
+    def _results_of(self, batch: str, case: ParityCase, folder: Path | None) -> Expected:
         router_losses = case.router_losses
         key = (batch, case.length_multiple, case.dtype, case.gradients, router_losses)
         if key not in self._expected:
@@ -426,7 +430,7 @@ class ReferenceCheckpoint:
         return self._expected[key]
 
     def _results_after_step(
-        self, expected: Expected, case: Case, adamw: AdamW, folder: Path | None
+        self, expected: Expected, case: ParityCase, adamw: AdamW, folder: Path | None
     ) -> Stepped:
         key = (
             *(expected.batch.name, case.length_multiple, case.dtype, case.router_losses),

@@ -56,7 +56,7 @@ _ORPHANS_SECONDS = 6.0  # a data worker looks for its parent every five seconds
 
 
 @dataclass(frozen=True)
-class Sample:
+class TrainedSample:
     """A sequence that a run trained on, as it was in a batch, without padding."""
 
     name: str
@@ -78,7 +78,7 @@ class Ran:
     log: list[dict[str, Any]] = field(default_factory=list)
     """The entries of ``--log-json`` of steps."""
     validations: list[dict[str, Any]] = field(default_factory=list)
-    samples: dict[int, list[Sample]] = field(default_factory=dict)
+    samples: dict[int, list[TrainedSample]] = field(default_factory=dict)
     """By the step, over all data-parallel ranks."""
     left: list[str] = field(default_factory=list)
     """Processes and files that were left over."""
@@ -116,7 +116,7 @@ class Outcome:
         return {int(entry["iteration"]): entry for one in self.ran for entry in one.log}
 
     @property
-    def samples(self) -> dict[int, list[Sample]]:
+    def samples(self) -> dict[int, list[TrainedSample]]:
         """The samples of all steps; a step that was made twice has those of the second time."""
         return {step: some for one in self.ran for step, some in sorted(one.samples.items())}
 
@@ -375,12 +375,12 @@ def _samples_of(batch: Any) -> list[Any]:
     return found
 
 
-def _samples(notes: Path) -> dict[int, list[Sample]]:
-    found: dict[int, list[Sample]] = {}
+def _samples(notes: Path) -> dict[int, list[TrainedSample]]:
+    found: dict[int, list[TrainedSample]] = {}
     for file in sorted(notes.glob("rank*.jsonl")):
         for step, batches in map(json.loads, file.read_text("utf-8").splitlines()):
             found.setdefault(step, []).extend(
-                Sample(name.rsplit("/", 1)[-1], tuple(tokens), tuple(weights))
+                TrainedSample(name.rsplit("/", 1)[-1], tuple(tokens), tuple(weights))
                 for batch in batches
                 for name, tokens, weights in batch
             )

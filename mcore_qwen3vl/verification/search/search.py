@@ -32,7 +32,7 @@ SHRINKING_SECONDS = 180.0
 
 
 @dataclass(frozen=True)
-class Finding:
+class Counterexample:
     """Something wrong, with the smallest case that was found for it.
 
     Attributes:
@@ -75,7 +75,7 @@ class Search:
     oracles: tuple[Oracle, ...] = ORACLES
     first: int = 0
     every: int = 1
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Counterexample] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
     def case(self, number: int) -> Case:
@@ -86,7 +86,7 @@ class Search:
         self,
         until: float,
         most: int | None = None,
-        heard: Callable[[Finding], None] = lambda finding: None,
+        heard: Callable[[Counterexample], None] = lambda finding: None,
         stop_at_first: bool = False,
     ) -> None:
         """Judge cases until a moment of the monotonic clock, or until so many."""
@@ -106,7 +106,7 @@ class Search:
             number += self.every
 
     def _note(
-        self, number: int, case: Case, verdict: Verdict, heard: Callable[[Finding], None]
+        self, number: int, case: Case, verdict: Verdict, heard: Callable[[Counterexample], None]
     ) -> None:
         """Shrink a case that fails, and note it."""
         seen = {case: verdict}
@@ -121,7 +121,7 @@ class Search:
             return True
 
         smallest = shrink(case, still_fails, SHRINKING_SECONDS)
-        finding = Finding(number, seen[smallest], smallest)
+        finding = Counterexample(number, seen[smallest], smallest)
         self.findings.append(finding)
         heard(finding)
 
@@ -236,9 +236,9 @@ def _run_workers(
             put(search.counts)
 
     counts: Counter[str] = Counter()
-    findings: list[Finding] = []
+    findings: list[Counterexample] = []
     for told in _in_forks(work, workers):
-        if not isinstance(told, Finding):
+        if not isinstance(told, Counterexample):
             counts += told
         elif not any(one.covers(told.case, told.verdict) for one in findings):
             findings.append(told)
@@ -246,7 +246,7 @@ def _run_workers(
     return counts, len(findings)
 
 
-def _show(finding: Finding, kept: Path | None, number: int, seed: int) -> None:
+def _show(finding: Counterexample, kept: Path | None, number: int, seed: int) -> None:
     print(f"\n# finding {number}, case {finding.number} of seed {seed}")
     print(finding.report(), flush=True)
     if kept is not None:

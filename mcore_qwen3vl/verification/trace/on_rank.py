@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mcore_qwen3vl.converters.adapters.adapter import Adapter
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
-from mcore_qwen3vl.converters.live import Part, factor_parts, hf_parts
+from mcore_qwen3vl.converters.live import Overlap, factor_parts, hf_parts
 from mcore_qwen3vl.converters.storage.dtypes import cast
 from mcore_qwen3vl.model.inputs import local_positions
 from mcore_qwen3vl.model.lora import whole_tensors, with_tied_embedding
@@ -27,7 +27,7 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.model.vision import share_frames
 from mcore_qwen3vl.runtime.launch import initialize
 from mcore_qwen3vl.verification.measurement import Measurement, Measurements, measure, merge
-from mcore_qwen3vl.verification.parity.case import Case
+from mcore_qwen3vl.verification.parity.case import ParityCase
 from mcore_qwen3vl.verification.parity.on_rank import Engine
 from mcore_qwen3vl.verification.trace.recording import (
     ACTIVATION_GRADIENTS,
@@ -53,7 +53,7 @@ class TraceRequest:
     hf: Path  # directory of weights that the model should have
     config: Path  # directory whose config the model is built from
     mcore: Path | None  # Megatron-Core checkpoint that it loads; None: it loads `hf`
-    case: Case
+    case: ParityCase
     recording: Recording  # Hugging Face's values, in float64
     adapter: Adapter | None
 
@@ -77,7 +77,7 @@ def _compare_weights(chunks: list[Qwen3VLModel], request: TraceRequest) -> Measu
         of_adapter = with_tied_embedding(chunks[0].architecture, whole_tensors(request.adapter))
         of_adapter |= request.adapter.factor_tensors()
 
-    def compare(part: Part) -> Measurement:
+    def compare(part: Overlap) -> Measurement:
         if part.name in of_adapter:
             stored = of_adapter[part.name][part.box]
         else:
@@ -127,7 +127,7 @@ class _ComparisonHooks:
         return merge(measured)
 
     def _matching_rows(
-        self, chunk: Qwen3VLModel, hook: Hook, count: int
+        self, chunk: Qwen3VLModel, hook: TracedTensor, count: int
     ) -> tuple[Tensor, Tensor, bool]:
         """Return rows of the recording, the matching local rows, and whether TP divides them."""
         if hook.rows != "tokens":
@@ -169,7 +169,7 @@ class _ComparisonHooks:
         # A rank without a frame of its own encodes a dummy, which has no counterpart.
         return rows, torch.arange(count if len(rows) else 0), group is not None
 
-    def _make_keeping_hook(self, number: int, hook: Hook) -> Callable[..., None]:
+    def _make_keeping_hook(self, number: int, hook: TracedTensor) -> Callable[..., None]:
         """Return a forward hook that keeps the values of hook `number`, and their gradient."""
 
         def keep_first(_: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -208,7 +208,7 @@ class ColumnMap:
 
 
 @dataclass(frozen=True)
-class Hook:
+class TracedTensor:
     """A tensor that a module of this chunk takes or returns."""
 
     module: nn.Module
@@ -226,7 +226,7 @@ class Hook:
         return self.spread(tensor).flatten(-self.wide).flatten(0, -2)
 
 
-def hooks_of(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
+def hooks_of(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[TracedTensor]:
     """Yield this chunk's tensors to compare at `points`; other points are on other pipeline stages.
 
     A norm that Transformer Engine fuses into the next linear layer has no output to compare.
@@ -234,7 +234,7 @@ def hooks_of(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
     if chunk.pre_process:
         yield from _tower_hooks(chunk, points)
         yield _token_hook(chunk.embedding, f"{TEXT}.embed_tokens")
-    yield Hook(
+    yield TracedTensor(
         chunk.rotary_pos_emb,
         "tokens",
         (ColumnMap(f"{TEXT}.rotary_emb"),),
@@ -258,21 +258,21 @@ def hooks_of(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
         yield _head_hook(chunk)
 
 
-def _token_hook(module: nn.Module, point: str, side: str = "output") -> Hook:
-    return Hook(module, "tokens", (ColumnMap(point),), side)
+def _token_hook(module: nn.Module, point: str, side: str = "output") -> TracedTensor:
+    return TracedTensor(module, "tokens", (ColumnMap(point),), side)
 
 
-def _tower_hooks(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Hook]:
+def _tower_hooks(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[TracedTensor]:
     """Yield the hooks of the vision tower, which keeps its Hugging Face names."""
     for point in points:
         if not point.name.startswith(VISUAL):
             continue
         module = chunk.visual.get_submodule(point.module.removeprefix(f"{VISUAL}."))
         wide = 2 if point.name.endswith("pos_embed") else 1
-        yield Hook(module, point.rows, (ColumnMap(point.name),), pick=point.pick, wide=wide)
+        yield TracedTensor(module, point.rows, (ColumnMap(point.name),), pick=point.pick, wide=wide)
 
 
-def _linear_and_norm_hooks(chunk: Qwen3VLModel) -> Iterator[Hook]:
+def _linear_and_norm_hooks(chunk: Qwen3VLModel) -> Iterator[TracedTensor]:
     """Yield the hooks of the decoder's linear layers and norms, found by their weights."""
     modules = dict(chunk.named_modules())
     outputs: dict[str, list[ColumnMap]] = defaultdict(list)
@@ -295,12 +295,12 @@ def _linear_and_norm_hooks(chunk: Qwen3VLModel) -> Iterator[Hook]:
             assert isinstance(columns[0], slice)
             local = slice(0, columns[0].stop - columns[0].start)
             of_input = ColumnMap(f"{point}:input", local, columns[0], _tp_size() > 1)
-            yield Hook(modules[owner], "tokens", (of_input,), "input")
+            yield TracedTensor(modules[owner], "tokens", (of_input,), "input")
     for owner, maps in outputs.items():
-        yield Hook(modules[owner], "tokens", tuple(maps))
+        yield TracedTensor(modules[owner], "tokens", tuple(maps))
 
 
-def _head_norm_hooks(chunk: Qwen3VLModel, attention: Any, name: str) -> Iterator[Hook]:
+def _head_norm_hooks(chunk: Qwen3VLModel, attention: Any, name: str) -> Iterator[TracedTensor]:
     """Yield the hooks of the query and key norms, whose columns are this TP rank's heads."""
     architecture, size, rank = chunk.architecture, _tp_size(), mpu.get_tensor_model_parallel_rank()
     for module, point, heads in (
@@ -314,7 +314,7 @@ def _head_norm_hooks(chunk: Qwen3VLModel, attention: Any, name: str) -> Iterator
         reference = slice(
             first * architecture.head_dim, (first + local_heads) * architecture.head_dim
         )
-        yield Hook(
+        yield TracedTensor(
             module,
             "tokens",
             (ColumnMap(point, reference=reference, split=split),),
@@ -323,7 +323,7 @@ def _head_norm_hooks(chunk: Qwen3VLModel, attention: Any, name: str) -> Iterator
         )
 
 
-def _head_hook(chunk: Qwen3VLModel) -> Hook:
+def _head_hook(chunk: Qwen3VLModel) -> TracedTensor:
     """Return the head's hook, whose columns are this TP rank's vocabulary rows without padding."""
     size, rank = _tp_size(), mpu.get_tensor_model_parallel_rank()
     width = chunk.vocab_size // size
@@ -331,7 +331,7 @@ def _head_hook(chunk: Qwen3VLModel) -> Hook:
     rows = max(stop - rank * width, 0)
     reference = slice(rank * width, rank * width + rows)
     columns = (ColumnMap("lm_head", slice(0, rows), reference, size > 1),)
-    return Hook(chunk.output_layer, "tokens", columns)
+    return TracedTensor(chunk.output_layer, "tokens", columns)
 
 
 def _tp_size() -> int:

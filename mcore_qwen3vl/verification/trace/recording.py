@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.verification.measurement import EPSILON, measure
-from mcore_qwen3vl.verification.parity.case import Batch, MicroBatch, build_batch
+from mcore_qwen3vl.verification.parity.case import GlobalBatch, MicroBatch, build_batch
 from mcore_qwen3vl.verification.parity.reference import Expected, Reference, ReferenceCheckpoint
 
 Rows = Literal["tokens", "patches", "features"]
@@ -197,7 +197,7 @@ class Recording:
 def record_reference(
     reference: Reference,
     points: list[ProbePoint],
-    batch: Batch,
+    batch: GlobalBatch,
     *,
     gradients: bool,
 ) -> Recording:
@@ -262,7 +262,7 @@ class TraceReference(ReferenceCheckpoint):
             self._micro[name, multiple] = batch.micro_batches[0]
         return self._micro[name, multiple]
 
-    def recording(self, batch: Batch, gradients: bool) -> Recording:
+    def recording(self, batch: GlobalBatch, gradients: bool) -> Recording:
         """Record `batch`, copies of one micro-batch, in float64; in float32 for the tolerances."""
         # A recording keeps its micro-batch alive, so the id stays taken.
         key = (id(batch.micro_batches[0]), len(batch.micro_batches), gradients)

@@ -18,9 +18,9 @@ from mcore_qwen3vl.verification.audit import compare_configs
 from mcore_qwen3vl.verification.measurement import Finding, Measurement, merge, take_frozen
 from mcore_qwen3vl.verification.parity.case import (
     MEDIA,
-    Batch,
-    Case,
+    GlobalBatch,
     MicroBatch,
+    ParityCase,
     Sample,
     pad_to_micro_batch,
 )
@@ -124,7 +124,7 @@ def trace(
     micro: MicroBatch | None = None,
     batch: str = "mixed",
     gradients: bool = False,
-    case: Case | None = None,
+    case: ParityCase | None = None,
     lora: str | Path | None = None,
     timeout: float = 600.0,
 ) -> Trace:
@@ -156,7 +156,7 @@ def trace(
     if place is not None:
         place.require_megatron()
     config = (place and place.hf) or hf  # other makers' checkpoints have no config
-    case = case or Case()
+    case = case or ParityCase()
     overrides = {**case.config, "head_chunk": 0}  # the logits are compared, so they must exist
     case = replace(case, layout=layout or Layout(), gradients=gradients, config=overrides)
     examined_config = Architecture.from_hf(config)
@@ -164,7 +164,7 @@ def trace(
     if micro is None:
         micro = reference.micro_batch(batch, case.length_multiple)
     copies = case.layout.dp * (case.layout.pp if case.layout.vpp > 1 else 1)
-    repeated = Batch(batch, (micro,) * copies)
+    repeated = GlobalBatch(batch, (micro,) * copies)
     case.validate(architecture, (repeated,))
 
     exact = reference.recording(repeated, gradients)
@@ -221,7 +221,7 @@ def _check_same_shape(reference: Architecture, examined: Architecture) -> None:
 
 
 def _expected_counts(
-    exact: Recording, case: Case, reference: TraceReference, frozen: Mapping[str, int]
+    exact: Recording, case: ParityCase, reference: TraceReference, frozen: Mapping[str, int]
 ) -> dict[tuple[str, str], int]:
     """Return how many values each comparison must cover."""
     architecture = reference.architecture

@@ -17,7 +17,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters import torch_dist
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.describe import inspect_path
-from mcore_qwen3vl.converters.identify import TRACKER, Kind, identify
+from mcore_qwen3vl.converters.identify import TRACKER, PathKind, identify
 from mcore_qwen3vl.converters.live import load_checkpoint, load_hf
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.inference import hf_folder_of
@@ -251,7 +251,7 @@ def test_it_is_bitwise_what_the_maker_exports(
     assert compare_checkpoints(folder, theirs).ok
     mcore_to_hf(folder, tmp_path / "again")  # with the config of the export
     assert_same_tensors(theirs, tmp_path / "again")
-    assert identify(tmp_path / "again").kind is Kind.HUGGINGFACE
+    assert identify(tmp_path / "again").kind is PathKind.HUGGINGFACE
     found = inspect_path(folder)
     assert found.maker == MAKERS[maker]
     assert found.total_parameters == sum(t.numel() for t in load(theirs).values())

@@ -109,9 +109,7 @@ def test_a_hook_makes_records_and_its_errors_are_the_sample_s(
         f"{hook} returned None for it.",
         "KeyError: 'q'",
     ]
-    plan = planned(
-        processor, {"q": "?", "n": 4}, path.parent, Reading(defaults=Reading(preprocess=hook))
-    )[0]
+    plan = planned(processor, {"q": "?", "n": 4}, path.parent, Reading(preprocess=hook))[0]
     assert trained_text(processor, plan) == ["2.5" + END]
     with pytest.raises(BadInput, match=r"preprocess nowhere:f cannot be imported: .*No module"):
         check_data(path, processor, config, defaults=Reading(preprocess="nowhere:f"))

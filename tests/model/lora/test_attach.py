@@ -21,7 +21,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model import lora
 from mcore_qwen3vl.model.lora import adapter_freezing, attach, whole_patterns
-from mcore_qwen3vl.model.lora_modules import FactorShard, Kind, Pair, Site
+from mcore_qwen3vl.model.lora_modules import FactorShard, LinearKind, Pair, Site
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.tiny import tiny_config
@@ -230,7 +230,7 @@ def site(rows: list[int], *shapes: tuple[int, int]) -> Site:
     ]
     for parameter in (p for pair in pairs for p in pair.parameters()):
         nn.init.normal_(parameter)
-    return Site(pairs, torch.tensor(rows), Kind(None, None), None)
+    return Site(pairs, torch.tensor(rows), LinearKind(None, None), None)
 
 
 class FusedNorm(nn.Module):
@@ -249,7 +249,7 @@ class FusedNorm(nn.Module):
 
 def test_a_fused_norm_gives_adapters_what_it_gives_its_weight() -> None:
     linear, beside = FusedNorm(), site([*range(5)], (5, 2))
-    lora._install_sites(linear, Kind(None, None), [beside])
+    lora._install_sites(linear, LinearKind(None, None), [beside])
     x = torch.randn(9, 1, 7)
     output, bias = linear(x)
     a, b = beside.pairs[0]()

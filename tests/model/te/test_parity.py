@@ -21,7 +21,7 @@ from mcore_qwen3vl.layout import Layout  # noqa: E402
 from mcore_qwen3vl.model.qwen3vl import build_chunks  # noqa: E402
 from mcore_qwen3vl.runtime.launch import initialize, run_layout  # noqa: E402
 from mcore_qwen3vl.verification.parity import on_rank  # noqa: E402
-from mcore_qwen3vl.verification.parity.case import RECIPES, Batch, MicroBatch  # noqa: E402
+from mcore_qwen3vl.verification.parity.case import RECIPES, GlobalBatch, MicroBatch  # noqa: E402
 from mcore_qwen3vl.verification.parity.comparison import verify_parity  # noqa: E402
 from mcore_qwen3vl.verification.parity.matrix import Matrix, MatrixRow  # noqa: E402
 from tests.model.te.kernels import gemm  # noqa: E402
@@ -89,7 +89,7 @@ def test_padding_on_the_left_is_refused(matrix: Matrix, monkeypatch: pytest.Monk
     row = MatrixRow("dense", "single", ("padded-left",), {"spec": "te"})
     with pytest.raises(BadInput, match="padded-left is padded on the left"):
         matrix.compare_row(row)
-    monkeypatch.setattr(Batch, "padded_left", False)
+    monkeypatch.setattr(GlobalBatch, "padded_left", False)
     with pytest.raises(BadInput, match="pad there, or use the torch spec"):
         matrix.compare_row(row)
 

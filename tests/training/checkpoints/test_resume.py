@@ -21,7 +21,7 @@ from mcore_qwen3vl.converters.hf.companions import companion_files
 from mcore_qwen3vl.data import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.training.contract.record import Record
+from mcore_qwen3vl.training.contract.record import RunRecord
 from mcore_qwen3vl.verification.curves import (
     DISTRIBUTED,
     OTHER_LAYOUT,
@@ -141,7 +141,7 @@ def test_under_a_split_of_its_own_a_run_saves_and_exports_what_it_holds(
     still = replace(job(dense, data, "pp2+E|t|tt|tL", *flags), steps=1)
     save, hf = tmp_path / "save", tmp_path / "hf"
     train(still, tmp_path, "--save", str(save), "--save-interval", "1", "--save-hf", str(hf))
-    saved = Record.of_checkpoint(save, 1)
+    saved = RunRecord.of_checkpoint(save, 1)
     assert saved is not None
     assert saved.value("batch", "global_batch_size") == still.batch
     (live,) = (folder.parent for folder in hf.rglob("config.json"))

@@ -23,9 +23,9 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.checkpoints.run_checkpoints import RunCheckpoints
 from mcore_qwen3vl.training.contract import resuming
-from mcore_qwen3vl.training.contract.record import Record, compare, validates_otherwise
+from mcore_qwen3vl.training.contract.record import RunRecord, compare, validates_otherwise
 from mcore_qwen3vl.training.contract.resuming import Contract, record_of
-from mcore_qwen3vl.training.contract.rules import Finding, Steering
+from mcore_qwen3vl.training.contract.rules import Notice, Steering
 from mcore_qwen3vl.training.contract.table import Facts
 
 SAID, REFUSED = False, True
@@ -133,7 +133,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def record(model: Path, data: Path, flags: str) -> Record:
+def record(model: Path, data: Path, flags: str) -> RunRecord:
     """Return the record of a command, as a run makes it before it loads a checkpoint."""
     words = [str(data / w) if w.endswith((".jsonl", ".yaml")) else w for w in flags.split()]
     length = {"--num-epochs", "--train-iters", "--train-samples"} & {*words}
@@ -147,9 +147,9 @@ def record(model: Path, data: Path, flags: str) -> Record:
 
 def findings(
     model: Path, data: Path, before: str, now: str, steering: Steering = None
-) -> list[Finding]:
+) -> list[Notice]:
     saved = record(model, data, before)
-    again = Record(json.loads(json.dumps(saved.rows)))  # as a checkpoint keeps it
+    again = RunRecord(json.loads(json.dumps(saved.rows)))  # as a checkpoint keeps it
     return compare(again, record(model, data, now), steering=steering)
 
 
@@ -238,10 +238,10 @@ def test_padding_of_samples_in_packs_may_become_less(dense: Path, folder: Path) 
 def test_a_record_is_read_as_it_was_written(dense: Path, folder: Path, tmp_path: Path) -> None:
     ours = record(dense, folder, "")
     ours.write(tmp_path, 3)
-    again = Record.of_checkpoint(tmp_path, 3)
+    again = RunRecord.of_checkpoint(tmp_path, 3)
     assert again is not None
     assert again.rows == ours.rows
-    assert Record.of_checkpoint(tmp_path, 4) is None
+    assert RunRecord.of_checkpoint(tmp_path, 4) is None
 
 
 def test_the_checkpoints_rates_are_those_that_megatron_builds_from(
@@ -405,15 +405,15 @@ def test_a_record_that_cannot_be_compared_is_damaged(
 ) -> None:
     ours = record(dense, folder, "")
     changed = {**ours.rows[row], **values} if isinstance(values, dict) else values
-    Record({**ours.rows, row: changed}).write(tmp_path, 3)
+    RunRecord({**ours.rows, row: changed}).write(tmp_path, 3)
     with pytest.raises(BadInput, match=r"run\.json is damaged \(.*\)\. Copy it again"):
-        Record.of_checkpoint(tmp_path, 3)
+        RunRecord.of_checkpoint(tmp_path, 3)
 
 
 def test_arguments_of_an_earlier_version_say_what_they_have() -> None:
     """They lack what was added since, such as `packing`; other rows are compared."""
     args = argparse.Namespace(seed=7, clip_grad=1.0, lr=1e-3, global_batch_size=4)
-    rows = Record.of_facts(Facts(args)).rows
+    rows = RunRecord.of_facts(Facts(args)).rows
     assert rows["order"] == {"seed": 7}
     assert rows["gradient clipping"] == {"clip_grad": 1.0}
     assert not {"packs", "row length", "schedule", "optimizer's state"} & {*rows}

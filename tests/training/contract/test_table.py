@@ -43,7 +43,7 @@ def test_every_flag_that_reaches_a_run_has_a_row_or_a_reason_for_none() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_messages_name_flags_as_the_parser_does(row: table.Row) -> None:
+def test_messages_name_flags_as_the_parser_does(row: table.ContractRow) -> None:
     for name in row.flags:
         assert table.name_of_flag(name) in reaching()[name]
 
@@ -71,5 +71,5 @@ def test_the_page_has_the_table_as_the_code_makes_it() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_row_says_what_happens_in_the_words_of_the_page(row: table.Row) -> None:
+def test_a_row_says_what_happens_in_the_words_of_the_page(row: table.ContractRow) -> None:
     assert row.rule.text.startswith(("allowed", "refused", "kept", "`--override"))

@@ -93,16 +93,16 @@ def test_an_adapter_that_does_not_fit_is_refused(matrix: Matrix, tmp_path: Path)
 
 def marking(monkeypatch: Any, cut: int | None, expert: bool, mark: str, value: Any) -> None:
     """Set one mark of all factors of one kind of linear to a wrong value."""
-    original = lora_modules.Kind.mark_factors
+    original = lora_modules.LinearKind.mark_factors
 
-    def wrong(self: lora_modules.Kind, pair: Pair, weight: Any) -> None:
+    def wrong(self: lora_modules.LinearKind, pair: Pair, weight: Any) -> None:
         original(self, pair, weight)
         if self.partition_dim == cut and self.expert == expert:
             for factor in (pair.lora_A, pair.lora_B):
                 if hasattr(factor, mark):
                     setattr(factor, mark, value)
 
-    monkeypatch.setattr(lora_modules.Kind, "mark_factors", wrong)
+    monkeypatch.setattr(lora_modules.LinearKind, "mark_factors", wrong)
 
 
 SP, AVERAGE = "sequence_parallel", "average_gradients_across_tp_domain"
@@ -184,7 +184,7 @@ def test_the_gathered_product_is_summed_backwards(matrix: Matrix, monkeypatch: A
 @pytest.mark.slow
 def test_whole_expert_factors_are_summed_over_etp(matrix: Matrix, monkeypatch: Any) -> None:
     nothing = property(lambda self: lora_modules.same_region)
-    monkeypatch.setattr(lora_modules.Kind, "region_of_undivided_factor", nothing)
+    monkeypatch.setattr(lora_modules.LinearKind, "region_of_undivided_factor", nothing)
     report = matrix.compare_row(MatrixRow.build("moe", "tp2xetp2+sp", "image", lora="experts"))
     assert worst(report, "gradients", "gate_up_proj.lora_A") > FAR_OFF
     assert worst(report, "gradients", "down_proj.lora_B") > FAR_OFF

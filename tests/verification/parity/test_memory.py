@@ -22,7 +22,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.runtime.launch import RanksFailed, run_layout
 from mcore_qwen3vl.verification.parity import comparison, on_rank
-from mcore_qwen3vl.verification.parity.case import AdamW, Case
+from mcore_qwen3vl.verification.parity.case import AdamW, ParityCase
 from mcore_qwen3vl.verification.parity.comparison import Needs, memory_and_disk_of, verify_parity
 from mcore_qwen3vl.verification.parity.matrix import Matrix, MatrixRow
 from mcore_qwen3vl.verification.parity.reference import ReferenceCheckpoint, SavedTensors
@@ -201,7 +201,7 @@ def published(tmp_path: Path) -> Path:
 
 
 def needs(path: Path, layout: str, **options: Any) -> Needs:
-    case = Case(Layout.parse(layout), adamw=AdamW(), **options)
+    case = ParityCase(Layout.parse(layout), adamw=AdamW(), **options)
     return memory_and_disk_of(ReferenceCheckpoint(path), case, ["mixed"])
 
 
@@ -215,7 +215,9 @@ def test_the_needs_are_those_of_one_model_with_its_gradients(published: Path) ->
     assert single.memory - in_files.memory == pytest.approx(model, rel=0.01)
     assert in_files.disk == pytest.approx(3 * model, rel=0.01)
     assert needs(published, "cp2").memory == pytest.approx(4 * model + 6 * largest, abs=2 * GB)
-    forward = memory_and_disk_of(ReferenceCheckpoint(published), Case(gradients=False), ["mixed"])
+    forward = memory_and_disk_of(
+        ReferenceCheckpoint(published), ParityCase(gradients=False), ["mixed"]
+    )
     assert forward.memory == pytest.approx(model, abs=1.5 * GB)
     assert forward.disk == 0
 

@@ -20,7 +20,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.decoder.router import BalancedRouter
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.verification.parity.case import Case, RouterLosses, build_batch
+from mcore_qwen3vl.verification.parity.case import ParityCase, RouterLosses, build_batch
 from mcore_qwen3vl.verification.parity.comparison import compare_case
 from mcore_qwen3vl.verification.parity.reference import Reference, ReferenceCheckpoint
 from tests.turns import slow_except
@@ -36,7 +36,7 @@ def one_moe_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(path: Path, layout: str, batches: list[str], **config: Any) -> Any:
     return compare_case(
-        ReferenceCheckpoint(path), Case(Layout.parse(layout), config=config), batches
+        ReferenceCheckpoint(path), ParityCase(Layout.parse(layout), config=config), batches
     )
 
 
@@ -91,7 +91,7 @@ def test_padding_in_the_routers_losses_would_be_seen(one_moe_layer, monkeypatch)
 @pytest.mark.parametrize("loss", ["moe_aux_loss_coeff", "moe_z_loss_coeff"])
 def test_a_wrong_coefficient_would_be_seen(one_moe_layer, loss, monkeypatch):
     losses = RouterLosses("aux_loss", AUX, Z)
-    monkeypatch.setattr(Case, "router_losses", losses)
+    monkeypatch.setattr(ParityCase, "router_losses", losses)
     exact = {"moe_aux_loss_coeff": AUX, "moe_z_loss_coeff": Z}
     report = run(one_moe_layer, "single", ["mixed"], **exact | {loss: exact[loss] + 1e-3})
     assert any("mlp.gate.weight" in failure.name for failure in report.failures)
