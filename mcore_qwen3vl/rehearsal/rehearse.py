@@ -23,10 +23,10 @@ from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork, StepTi
 from mcore_qwen3vl.runtime.gpus import GIB, Gpu, allowance_gib
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.simulated_gpu.device import (
-    Report,
-    Settings,
     Interval,
+    Report,
     Routing,
+    Settings,
     Unavailable,
 )
 from mcore_qwen3vl.simulated_gpu.rank import flops_of

@@ -11,7 +11,7 @@ from mcore_qwen3vl.rehearsal.command import Command, Role
 from mcore_qwen3vl.rehearsal.rehearse import Rehearsal, RehearsedGpu, RoleOutcome
 from mcore_qwen3vl.rehearsal.report import HEIGHT, LETTER, make_plot, write_page
 from mcore_qwen3vl.runtime.gpus import find_gpu
-from mcore_qwen3vl.simulated_gpu.device import Report, Interval
+from mcore_qwen3vl.simulated_gpu.device import Interval, Report
 
 INTERVALS = {"model and optimizer": 0.3, "iteration 1": 2.0, "iteration 2": 2.0, "end": 0.0}
 
