@@ -17,6 +17,7 @@ the hub: ``train-00000-of-00004.parquet``. pyarrow reads both; nothing is downlo
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
@@ -95,6 +96,11 @@ def ensure_index(path: Path) -> Path:
             _index_once(stand_in)
         _require_single_files(path, stand_in)
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise BadInput(
+                f"The name of {path} has {len(os.fsencode(path.name))} bytes, and those of its "
+                "index, which end with .idx.lock, would be too long. Give it a shorter name."
+            ) from error
         raise BadInput(
             f"The index of {path} cannot be written in {data_cache()} ({error}). Make that "
             "writable, or name another cache with XDG_CACHE_HOME."

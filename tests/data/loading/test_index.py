@@ -221,6 +221,14 @@ def test_no_place_for_an_index(
         make(write_jsonl([question(0)]))
 
 
+def test_a_name_that_leaves_no_room_for_that_of_its_index(
+    write_jsonl: WriteJsonl, tmp_path: Path
+) -> None:
+    path = write_jsonl([question(0)]).rename(tmp_path / f"{'a' * 244}.jsonl")
+    with pytest.raises(BadInput, match=r"has 250 bytes.*Give it a shorter name"):
+        ensure_index(path)
+
+
 @pytest.mark.parametrize(
     ("name", "content"), [("a.jsonl", "\n"), ("a.json", ""), ("b.json", "[1,"), ("c.json", "x")]
 )
