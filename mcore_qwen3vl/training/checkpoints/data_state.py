@@ -129,8 +129,9 @@ def _require_counts(file: Path, state: Any) -> None:
         raise _unsound(file, f"a {type(state).__name__} without counts of ranks and workers")
     for name, least in _LEAST.items():
         value = state.get(name, least)
-        may_lack = name == "end" and value is None
-        if not may_lack and not (type(value) is int and least <= value < _MOST):
+        # No end of an endless order; no rows where nothing was read since the start.
+        is_none = value is None and name in ("end", "rows")
+        if not is_none and not (type(value) is int and least <= value < _MOST):
             raise _unsound(file, f"{name} is {value!r:.40}")
 
 

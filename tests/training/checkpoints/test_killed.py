@@ -165,8 +165,8 @@ def test_what_a_killed_run_noted_of_later_steps_is_dropped(
 def test_a_state_of_more_ranks_than_the_save_had_is_not_read(tmp_path: Path) -> None:
     folder = data_state.folder_of(tmp_path, 5)
     folder.mkdir(parents=True)
-    torch.save({"rank": 0, "world_size": 1}, folder / "rank_00000.pt")
-    torch.save({"rank": 1, "world_size": 2}, folder / "rank_00001.pt")
+    torch.save({"rank": 0, "world_size": 1, "num_workers": 0}, folder / "rank_00000.pt")
+    torch.save({"rank": 1, "world_size": 2, "num_workers": 0}, folder / "rank_00001.pt")
     loader: Any = Recorder()
     data_state.load(loader, tmp_path, 5, 0, 1)
     assert loader.state["world_size"] == 1
