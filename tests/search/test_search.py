@@ -78,7 +78,9 @@ def test_without_a_fault_nothing_is_found(bench: Bench) -> None:
     search = Search(bench, 0, (axes.model, dense, on_two_ranks, axes.stop, axes.after))
     search.run(time.monotonic() + 400, most=6)
     assert [finding.report() for finding in search.findings] == []
-    assert search.counts["ran"] == 6
+    # A resume with another value of some flag may be refused.
+    assert search.counts["ran"] + search.counts["refused"] == 6
+    assert search.counts["ran"] >= 4
 
 
 def test_a_draw_depends_on_its_seed_alone_and_each_axis_varies() -> None:
