@@ -236,7 +236,6 @@ _BUDGETS: dict[str, type] = {
 }
 _LARGEST = 1e300
 """The largest number of a mixture file; an integer above it has no weight in floats."""
-_NAMES = {str: "str", int: "int", float: "float", dict: "an object"}
 _OF_YAML = {"datasets", "splits", "__class__"}
 """Keys of a YAML file, one of which says that it is a mixture file or a metadataset."""
 _KEYS = {
@@ -370,7 +369,7 @@ def _parse_source(entry: Any, where: str, file: Path) -> Source:
         here / entry["path"],
         reading=Reading(
             **values_of(_TEXTS),
-            chat_template_kwargs=arguments if "chat_template_kwargs" in entry else None,
+            chat_template_kwargs=arguments,
         ).at_folder(here),
         media_root=here / entry["media"] if "media" in entry else None,
         limits=MediaLimits(**values_of(_BUDGETS)),
@@ -386,7 +385,8 @@ def _check_entry_value(key: str, value: Any, where: str) -> None:
         raise BadInput(f"{where}: unknown key {key!r}; the known keys are {', '.join(_KEYS)}.")
     accepted = (int, float) if kind is float else (kind,)
     if not isinstance(value, accepted) or isinstance(value, bool):
-        raise BadInput(f"{where}: {key} is {value!r:.60}; {_NAMES[kind]} is needed.")
+        name = "an object" if kind is dict else kind.__name__
+        raise BadInput(f"{where}: {key} is {value!r:.60}; {name} is needed.")
     if isinstance(value, int | float) and not 0 < value <= _LARGEST:
         raise BadInput(f"{where}: {key} is {value!r}; it must be above 0, and finite.")
 

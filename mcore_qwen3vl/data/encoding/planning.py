@@ -279,7 +279,7 @@ class Renderer:
                     unused += [u for u in fields.unused(level) if f'"{u.name}"' not in text]
         unused += [
             Unused("chat_template_kwargs", name, "the chat template does not read it")
-            for name in record.chat_template_kwargs.keys() - self._variables
+            for name in sorted(record.chat_template_kwargs.keys() - self._variables)
         ]
         untrained = {
             _message_place(index) for index, weight in enumerate(record.weights) if weight == 0

@@ -93,7 +93,10 @@ def first_state_of(checkpoints: str | Path, iteration: int) -> dict[str, Any] | 
     Those of earlier versions have more than the loader's own state.
     """
     file = _file_of(checkpoints, iteration, 0)
-    return _read_state(file) if file.exists() else None
+    if not file.exists():
+        return None
+    refuse_special_files(file.parent)  # those of all ranks, which are read after the first
+    return _read_state(file)
 
 
 _OF_CONTENT = (
@@ -137,7 +140,6 @@ def _require_counts(file: Path, state: Any) -> None:
 
 def _read_state(file: Path) -> dict[str, Any]:
     """Read a file of :func:`save`, or raise BadInput if it is damaged or not plain data."""
-    refuse_special_files(file.parent)
     try:
         state: dict[str, Any] = torch.load(file, weights_only=True)
     except pickle.UnpicklingError as error:

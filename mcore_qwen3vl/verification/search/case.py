@@ -138,6 +138,15 @@ class Case:
             for number in range(1, len(lines) + 1)
         ]
 
+    @property
+    def by_name(self) -> dict[str, dict[str, Any]]:
+        """The records by what training calls them."""
+        return dict(zip(self.names, self.parsed, strict=True))
+
+    @property
+    def trains_adapter(self) -> bool:
+        return self.has("--lora-rank") or self.has("--lora-init")
+
     def to_json(self) -> str:
         """Return the case as text, which :meth:`of_json` reads."""
         return json.dumps(asdict(self))

@@ -99,8 +99,7 @@ def each_record_once(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     """No record comes again before all others have come, also across a stop."""
     if not outcome.finished or case.has("--iterations-to-skip"):
         return None
-    named = dict(zip(case.names, case.parsed, strict=True))
-    usable = {name for name, record in named.items() if "bad" not in record}
+    usable = {name for name, record in case.by_name.items() if "bad" not in record}
     sizes = _sequences(case)
     came: Counter[str] = Counter()
     epochs = int(case.value("--num-epochs", "0"))
@@ -134,7 +133,7 @@ def _drawn_together(case: Case, names: set[str]) -> Iterator[list[str]]:
 def _sequences(case: Case) -> dict[str, int]:
     """Return how many sequences each record gives."""
     task, found = case.value("--task"), {}
-    for name, record in zip(case.names, case.parsed, strict=True):
+    for name, record in case.by_name.items():
         count = 2 if "chosen" in record else 1
         if "query" in record:
             count = 1 + len(record.get("negatives", ())) + (task == "embedding")
@@ -151,11 +150,8 @@ def _left_out(outcome: Outcome, usable: set[str]) -> set[str]:
 
 def frozen(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     """A part that does not train has no gradient, and its exported tensors are the model's."""
-    still = [values for name, *values in case.flags if name == "--freeze"]
-    parts = {part for values in still for part in values} & {"vision", "aligner", "language"}
-    if case.has("--trainable"):
-        parts = {"vision", "aligner", "language"} - {case.value("--trainable")}
-    if not outcome.finished or not parts or case.has("--lora-rank") or case.has("--lora-init"):
+    parts = set(plain.PARTS) - set(_trained_parts(case))
+    if not outcome.finished or not parts or case.trains_adapter:
         return None
     for step, entry in sorted(outcome.log.items()):
         for part in sorted(parts):
@@ -170,6 +166,14 @@ def frozen(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     return None
 
 
+def _trained_parts(case: Case) -> tuple[str, ...]:
+    """Return the parts that train, of a run without an adapter."""
+    if case.has("--trainable"):
+        return (case.value("--trainable"),)
+    still = {part for name, *parts in case.flags if name == "--freeze" for part in parts}
+    return tuple(part for part in plain.PARTS if part not in still)
+
+
 def never_stopped(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     """A run that was stopped and went on is the run that was not."""
     stop = case.stop
@@ -181,7 +185,7 @@ def never_stopped(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     same = stop.layout in (None, case.layout)
     if not same and _packs_differ(case, case.layout, stop.layout or ""):
         return None
-    limits = AGAIN if same and _limits(case) is LIMITS else _limits(case)
+    limits = _limits_again(case) if same else _limits(case)
     return _differences(outcome, whole, limits, "the run without a stop")
 
 
@@ -221,6 +225,11 @@ def _is_random(case: Case, other: str | None) -> bool:
 
 def _limits(case: Case) -> Mapping[str, float]:
     return HALF if case.has("--bf16") or case.has("--fp16") else LIMITS
+
+
+def _limits_again(case: Case) -> Mapping[str, float]:
+    """Return the limits where the same is computed once more."""
+    return AGAIN if _limits(case) is LIMITS else HALF
 
 
 def _differences(
@@ -311,7 +320,7 @@ def plain_loop(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     """A loop of transformers and AdamW over the same records gives the same loss and norm."""
     if not outcome.finished or not outcome.log or (recipe := _recipe(case, outcome)) is None:
         return None
-    named, sizes = dict(zip(case.names, case.parsed, strict=True)), _sequences(case)
+    named, sizes = case.by_name, _sequences(case)
     steps: list[list[dict[str, Any]]] = []
     for step in sorted(outcome.log):
         steps.append([])
@@ -363,10 +372,7 @@ def _recipe(case: Case, outcome: Outcome) -> plain.Recipe | None:
         return None
     if case.has("--num-epochs") and style != "constant":
         return None  # the schedule's length is not in the case
-    parts, value = ("vision", "aligner", "language"), case.value
-    trained = tuple(part for part in parts if part != value("--freeze"))
-    if case.has("--trainable"):
-        trained = (value("--trainable"),)
+    value = case.value
     beta, gamma = _BETAS.get(loss, (0.0, 0.0))
     return plain.Recipe(
         loss=loss,
@@ -379,8 +385,8 @@ def _recipe(case: Case, outcome: Outcome) -> plain.Recipe | None:
         warmup=int(value("--lr-warmup-iters", "0")),
         steps=case.steps,
         min_lr=float(value("--min-lr", "0")),
-        trained=trained,
-        multiples={part: float(value(f"--{part}-lr-mult", "1")) for part in parts[:2]},
+        trained=_trained_parts(case),
+        multiples={part: float(value(f"--{part}-lr-mult", "1")) for part in plain.PARTS[:2]},
         beta=float(value("--beta", str(beta))),
         gamma=float(value("--simpo-gamma", str(gamma))),
         adapter=outcome.folder / "adapter" if case.has("--lora-init") else None,
@@ -397,7 +403,7 @@ def tokens(case: Case, outcome: Outcome, bench: Bench) -> str | None:
         return None
     if case.value("--loss", "cross_entropy") not in _TOKEN_LOSSES:
         return None
-    named = dict(zip(case.names, case.parsed, strict=True))
+    named = case.by_name
     processor = _processor(str(outcome.model))
     weighs = case.value("--loss", "cross_entropy") != "cross_entropy"
     for sample in {s.name: s for some in outcome.samples.values() for s in some}.values():
@@ -457,21 +463,20 @@ def converted_start(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     other = bench.run(replace(case, start="--load-hf"))
     if not other.finished:
         return f"only from the Hugging Face model it ends so: {_end_of(other)}"
-    limits = AGAIN if _limits(case) is LIMITS else HALF
-    return _differences(outcome, other, limits, "the run from the Hugging Face model")
+    name = "the run from the Hugging Face model"
+    return _differences(outcome, other, _limits_again(case), name)
 
 
 def converted_end(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     """The last checkpoint, converted offline, has the tensors of the run's export."""
     if not (case.validates and outcome.finished):
         return None
-    if case.has("--lora-rank") or case.has("--lora-init"):
+    if case.trains_adapter:
         return None
     saved, exported = (sorted((outcome.folder / name).glob("iter_*")) for name in ("save", "hf"))
     if not saved or not exported:
         return f"it saved {len(saved)} checkpoints and exported {len(exported)} models"
-    # The layers of further tokens are no part of a checkpoint; those of a task's head are none of
-    # the model's config.
+    # MTP's layers are in no checkpoint and come from the model, whose config has no task's head.
     config = None if case.has("--task") else outcome.model
     (text,) = run_layout(
         _compare_conversion, 1, config, saved[-1], exported[-1], timeout=bench.timeout
@@ -481,20 +486,11 @@ def converted_end(case: Case, outcome: Outcome, bench: Bench) -> str | None:
 
 def _compare_conversion(config: Path | None, saved: Path, exported: Path) -> str | None:
     """Return how the tensors of a checkpoint's conversion differ from those of an export."""
-    from safetensors.torch import load_file
-
     from mcore_qwen3vl.converters.convert import mcore_to_hf
 
     mine = saved.parent / "converted"
     mcore_to_hf(saved, mine, hf_config=config)
-    a, b = (
-        {
-            name: value
-            for file in folder.glob("*.safetensors")
-            for name, value in load_file(file).items()
-        }
-        for folder in (mine, exported)
-    )
+    a, b = plain.load_tensors(mine), plain.load_tensors(exported)
     if a.keys() != b.keys():
         return f"only one of conversion and export has {sorted(a.keys() ^ b.keys())[:5]}"
     wrong = [name for name in a if a[name].dtype != b[name].dtype or not a[name].equal(b[name])]

@@ -124,6 +124,10 @@ def _encode_document(
     return Encoded(inputs, torch.where(torch.isin(ids, media), 0.0, weight))
 
 
+PARTS = ("vision", "aligner", "language")
+"""The parts of a model, see :func:`part_of`."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """What a loop does with its samples.
@@ -148,7 +152,7 @@ class Recipe:
     warmup: int = 0
     steps: int = 1
     min_lr: float = 0.0
-    trained: tuple[str, ...] = ("vision", "aligner", "language")
+    trained: tuple[str, ...] = PARTS
     multiples: Mapping[str, float] = field(default_factory=dict)
     beta: float = 0.1
     gamma: float = 0.0
@@ -337,14 +341,17 @@ def _loss_of_pair(model: Any, reference: Any, pair: Sequence[Encoded], recipe: R
     return -F.logsigmoid(recipe.beta * (scores[0] - scores[1]) - recipe.gamma)
 
 
-def moved_parts(model_folder: Path, other_folder: Path) -> list[str]:
-    """Return the parts of a model of which another has other values, in float32."""
+def load_tensors(model_folder: Path) -> dict[str, Tensor]:
+    """Load the tensors of all files of a model."""
     from safetensors.torch import load_file
 
-    mine, other = (
-        dict(item for file in folder.glob("*.safetensors") for item in load_file(file).items())
-        for folder in (model_folder, other_folder)
-    )
+    files = model_folder.glob("*.safetensors")
+    return dict(item for file in files for item in load_file(file).items())
+
+
+def moved_parts(model_folder: Path, other_folder: Path) -> list[str]:
+    """Return the parts of a model of which another has other values, in float32."""
+    mine, other = load_tensors(model_folder), load_tensors(other_folder)
     found = (
         part_of(name)
         for name in mine.keys() & other.keys()
