@@ -120,12 +120,21 @@ check_switches() {
     done
 }
 
+# check_counts NUMBERS...: refuse what is no count. Bash evaluates whatever an arithmetic expression
+# names, so that a[$(command)] would run the command.
+check_counts() {
+    local number
+    for number in "$@"; do
+        [[ $number =~ ^[1-9][0-9]*$ ]] || refuse "'$number' is not a number of nodes, GPUs, ranks or samples."
+    done
+}
+
 # check_ranks FLAGS...: refuse a number of nodes that the layout or the global batch does not divide.
 check_ranks() {
     if [[ -n ${SLURM_JOB_ID:-} && $NODES != "${SLURM_NNODES:-$NODES}" ]]; then
         refuse "NODES is $NODES and the Slurm job has $SLURM_NNODES nodes: leave NODES out."
     fi
-    local tp pp cp ep etp micro global number
+    local tp pp cp ep etp micro global
     tp=$(value_of --tensor-model-parallel-size 1 "$@")
     pp=$(value_of --pipeline-model-parallel-size 1 "$@")
     cp=$(value_of --context-parallel-size 1 "$@")
@@ -133,10 +142,8 @@ check_ranks() {
     etp=$(value_of --expert-tensor-parallel-size "$tp" "$@")
     micro=$(value_of --micro-batch-size 1 "${COMMON[@]}" "$@")
     global=$(value_of --global-batch-size 0 "$@")
-    [[ $global =~ ^[0-9]+$ ]] || refuse "--global-batch-size is '$global'."
-    for number in "$NODES" "$GPUS_PER_NODE" "$tp" "$pp" "$cp" "$ep" "$etp" "$micro"; do
-        [[ $number =~ ^[1-9][0-9]*$ ]] || refuse "'$number' is not a number of nodes, GPUs, ranks or samples."
-    done
+    [[ $global =~ ^(0|[1-9][0-9]*)$ ]] || refuse "--global-batch-size is '$global'."
+    check_counts "$tp" "$pp" "$cp" "$ep" "$etp" "$micro"
     local ranks=$((NODES * GPUS_PER_NODE)) model=$((tp * pp * cp))
     local run="NODES $NODES x GPUS_PER_NODE $GPUS_PER_NODE = $ranks ranks"
     ((ranks % model == 0)) ||
@@ -191,6 +198,7 @@ train() {
     if [[ ${EP_OVERLAP:-0} == 1 && " ${flags[*]} " != *" --overlap-moe-expert-parallel-comm "* ]]; then
         refuse "EP_OVERLAP=1: this script has no layout for it. sft_30b_a3b, pretrain_30b_a3b and pretrain_235b_a22b have one."
     fi
+    check_counts "$NODES" "$GPUS_PER_NODE"
     if [[ ${CHECK_RANKS:-1} == 1 ]]; then check_ranks "${flags[@]}"; fi
     local command=(torchrun --nnodes "$NODES" --nproc-per-node "$GPUS_PER_NODE")
     if [[ -n ${SLURM_JOB_ID:-} ]]; then

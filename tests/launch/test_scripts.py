@@ -270,6 +270,7 @@ def test_nodes_off_slurm() -> None:
         ("sft_30b_a3b", ("--expert-model-parallel-size", "32"), {}, "divided by EP 32 x ETP 1"),
         ("sft_235b_a22b", (), {"NODES": "3"}, "divided by TP 4 x PP 8 x CP 2 = 64"),
         ("sft_8b", (), {"NODES": "four"}, "'four' is not a number"),
+        ("sft_8b", ("--global-batch-size=064",), {}, "--global-batch-size is '064'"),
         ("sft_8b", (), {"FP8": "true"}, "FP8 is 'true': 1 switches it on"),
     ],
 )  # fmt: skip
@@ -281,6 +282,17 @@ def test_ranks_that_cannot_be_divided_are_refused(
     assert refused.value.returncode == 2
     assert refused.value.stdout == ""
     assert re.search(message, refused.value.stderr)
+
+
+@pytest.mark.parametrize("name", ["NODES", "GPUS_PER_NODE"])
+def test_a_count_is_never_evaluated(name: str, tmp_path: Path) -> None:
+    """Bash runs the command of ``PATH[$(command)]`` in an arithmetic expression."""
+    value = f"PATH[$(touch {tmp_path / 'ran'})]"
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        final_command(LAUNCH / "sft_8b.sh", **{name: value}, CHECK_RANKS="0")
+    assert refused.value.returncode == 2
+    assert "is not a number of nodes, GPUs" in refused.value.stderr
+    assert not (tmp_path / "ran").exists()
 
 
 def test_help_is_about_the_script_and_starts_nothing() -> None:
