@@ -35,6 +35,7 @@ LORA_FOLDER = "lora"
 """Folder in a LoRA run's checkpoint directory that holds the adapter's config."""
 LONGEST_ITERATION = 18
 """Most digits in an iteration's number, which megatron keeps in 64 bits."""
+_LONGEST_TRACKER = 100  # characters, with spaces around the number
 VERL_HF_FOLDER = "huggingface"
 VERL_FOLDERS = ("dist_ckpt", "model/dist_ckpt", "actor/dist_ckpt", "actor/model/dist_ckpt")
 """Where VERL saves Megatron's weights, below ``global_step_N`` or its ``actor`` folder.
@@ -148,7 +149,7 @@ class CheckpointPlace:
         """
         if self.flaw:
             raise BadInput(self.flaw)
-        refuse_special_files(self.folder)
+        refuse_special_parts(self.folder)
         self.require_directory()
         if not self.folder.is_dir():
             raise BadInput(
@@ -221,6 +222,15 @@ class CheckpointPlace:
                 )
 
 
+def refuse_special_parts(folder: Path) -> None:
+    """Raise BadInput if an iteration's folder, or a rank's in it, holds a pipe or a device.
+
+    Megatron looks into the ranks' folders whatever the format is, and opening a pipe never ends.
+    """
+    for part in (folder, *folder.glob("mp_rank_*")):
+        refuse_special_files(part)
+
+
 def identify(source: str | Path) -> CheckpointPlace:
     """Return what a path or hub id is; nothing is fetched."""
     path = Path(source)
@@ -260,7 +270,8 @@ def read_tracker(path: Path) -> str | int | None:
     if not tracker.is_file():
         return None
     try:
-        said = tracker.read_text(encoding="ascii").strip()
+        with tracker.open(encoding="ascii") as file:
+            said = file.read(_LONGEST_TRACKER).strip()
     except (OSError, ValueError) as error:
         raise BadInput(f"{tracker} cannot be read: {error}. Write the iteration into it.") from None
     if said == RELEASE:

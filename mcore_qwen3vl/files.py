@@ -113,12 +113,13 @@ def only_writer(place: Path) -> Iterator[None]:
     Where the file system has no locks, nothing is locked.
 
     Raises:
-        BadInput: the folder does not exist, or another process holds the lock, which the message
-            names.
+        BadInput: the folder does not exist, the lock's file is a link, or another process holds the
+            lock, which the message names.
     """
     file = place / ".lock" if place.is_dir() else place.with_name(f"{place.name}.lock")
     if not file.parent.is_dir():
         raise BadInput(f"There is no folder {file.parent} for {place}: create it, or correct it.")
+    refuse_links(file)
     lock = FileLock(file, fallback_to_soft=False)
     try:
         lock.acquire(blocking=False)
@@ -241,10 +242,16 @@ def read_object_or_empty(file: Path) -> dict[str, Any]:
     return read_object(file, file.name, "") if file.is_file() else {}
 
 
-def refuse_special_files(folder: Path) -> None:
+_TEXTS = (".json", ".jinja", ".txt", ".yaml")
+_LARGEST_TEXT = 2**30
+"""Most bytes in a text beside weights, which is read whole; those of known models have 2**25."""
+
+
+def refuse_special_files(folder: Path, *, of_data: bool = False) -> None:
     """Raise BadInput if `folder` directly holds a pipe, a socket or a device, or a link to one.
 
-    So it does for links that lead in a circle.
+    So it does for links that lead in a circle, and for a text that is too large to be of a model;
+    those of data may have any size.
     """
     if not folder.is_dir():
         return
@@ -262,6 +269,27 @@ def refuse_special_files(folder: Path) -> None:
                     f"{entry.path} is a pipe, a socket or a device, or a link to one, which cannot "
                     "be read here. Put the file itself there."
                 )
+            if of_data or not entry.name.endswith(_TEXTS) or not entry.is_file():
+                continue
+            # A file with holes takes no room on the disk, and fills the memory all the same.
+            if (size := entry.stat().st_size) > _LARGEST_TEXT:
+                raise BadInput(
+                    f"{entry.path} has {size:,} bytes, which no such file of a model has. Copy it "
+                    "again."
+                )
+
+
+def refuse_links(*ours: Path) -> None:
+    """Raise BadInput if one of our own working files is a link: we make none.
+
+    A folder that was downloaded may hold one, through which another file would be overwritten.
+    """
+    for file in ours:
+        if file.is_symlink():
+            raise BadInput(
+                f"{file} is a link to {os.readlink(file)}, which this command would write to: "
+                "delete the link, or name another place to write."
+            )
 
 
 def refuse_links_out(files: Iterable[Path], folder: Path) -> None:

@@ -684,8 +684,13 @@ def process_conversations(
                 text = processor.apply_chat_template(
                     list(conversation), add_generation_prompt=True, **arguments
                 )
+            if not text:
+                raise BadInput(
+                    "The chat template renders nothing of this prompt. Compare it with the "
+                    "template of the model that the checkpoint was made from."
+                )
             texts.append(text)
-    except BadInput:  # the time is up
+    except BadInput:  # such as that the time is up
         raise
     except Exception as error:  # the template is a program of the checkpoint's
         raise BadInput(

@@ -20,13 +20,15 @@ from mcore_qwen3vl.converters.torch_pickle import without_checksum
 from mcore_qwen3vl.data import processor as processor_module
 from mcore_qwen3vl.data import readers
 from mcore_qwen3vl.data.config import parse_sources
+from mcore_qwen3vl.data.encoding.planning import Renderer
 from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.data.readers import TableReader, write_index
 from mcore_qwen3vl.data.records.reading import record_limit
 from mcore_qwen3vl.data.scores import References, facts_file_of, file_digest, scores_file_of
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import parse_json
+from mcore_qwen3vl.files import only_writer, parse_json
 from mcore_qwen3vl.generation import process_conversations
+from mcore_qwen3vl.scoring.records import Output
 from mcore_qwen3vl.training.arguments.checks import check_early
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.checkpoints.resume import find_damage
@@ -73,6 +75,80 @@ def test_no_file_in_a_megatron_checkpoint(
         with pytest.raises(BadInput, match=said):
             mcore_to_hf(tmp_path / "mcore", tmp_path / "out")
         assert find_damage(iteration)  # a resumed run calls this
+
+
+def test_no_file_for_megatron_in_a_checkpoint_to_begin_from(dense: Path, tmp_path: Path) -> None:
+    hf_to_mcore(dense, tmp_path / "mcore")
+    data = tmp_path / "a.jsonl"
+    data.touch()
+    run = ["--hf-model", str(dense), "--train-iters", "1", "--data-path", str(data), "--cpu"]
+    for place in ("common.pt", "mp_rank_00/model_optim_rng.pt"):  # read before ours are
+        file = tmp_path / "mcore" / "release" / place
+        file.parent.mkdir(exist_ok=True)
+        _pipe(file)
+        with pytest.raises(BadInput, match=f"{file} is a pipe, a socket or a device"):
+            check_early(CommandLine([*run, "--pretrained-checkpoint", str(tmp_path / "mcore")]))
+        file.unlink()
+
+
+def _with_holes(file: Path) -> None:
+    with file.open("wb") as opened:
+        opened.truncate(2**43)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja"])
+def test_no_text_that_fills_the_memory(name: str, dense: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(dense, tmp_path / "hf")
+    _with_holes(folder / name)
+    for read in (load_processor, lambda path: hf_to_mcore(path, tmp_path / "out")):
+        with pytest.raises(BadInput, match=rf"{name} has 8,796,093,022,208 bytes, which no such"):
+            read(folder)
+
+
+def test_no_text_of_a_megatron_checkpoint_that_fills_the_memory(
+    dense: Path, tmp_path: Path
+) -> None:
+    hf_to_mcore(dense, tmp_path / "mcore")
+    tracker = tmp_path / "mcore" / "latest_checkpointed_iteration.txt"
+    _with_holes(tracker)
+    with pytest.raises(BadInput, match="a number or 'release' is expected"):
+        mcore_to_hf(tmp_path / "mcore", tmp_path / "out")
+    tracker.write_text("release")
+    _with_holes(tmp_path / "mcore" / "release" / "metadata.json")
+    with pytest.raises(BadInput, match=r"metadata.json has 8,796,093,022,208 bytes"):
+        mcore_to_hf(tmp_path / "mcore", tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["", "tree", "journal", "lock", "replaced"])
+def test_no_link_where_a_conversion_works(name: str, dense: Path, tmp_path: Path) -> None:
+    """A folder that was downloaded may hold the remains of a conversion, which lead elsewhere."""
+    work, kept = tmp_path / ".out.incomplete", tmp_path / "kept"
+    if name == "journal":
+        kept.write_text("kept")
+    else:
+        kept.mkdir()
+    (work / name).parent.mkdir(exist_ok=True)
+    (work / name).symlink_to(kept)
+    with pytest.raises(BadInput, match=f"{work / name} is a link to {kept}, which this command"):
+        hf_to_mcore(dense, tmp_path / "out")
+    assert kept.read_text() == "kept" if name == "journal" else not list(kept.iterdir())
+
+
+@pytest.mark.parametrize("end", [".partial", ".partial.json"])
+def test_no_link_where_scores_are_written(end: str, tmp_path: Path) -> None:
+    (tmp_path / f"out.jsonl{end}").symlink_to(tmp_path / "elsewhere")
+    output = Output(tmp_path / "out.jsonl", {}, 1)
+    with pytest.raises(BadInput, match=f"{end} is a link to"):
+        output.check(force=True)
+
+
+def test_no_link_as_a_lock(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text("kept")
+    (tmp_path / "out.lock").symlink_to(kept)
+    with pytest.raises(BadInput, match=r"out.lock is a link to"), only_writer(tmp_path / "out"):
+        pass
+    assert kept.read_text() == "kept"
 
 
 def test_no_file_in_a_legacy_checkpoint(tmp_path: Path) -> None:
@@ -136,6 +212,26 @@ def test_a_chat_template_that_never_ends(
     else:
         with pytest.raises(BadInput, match=said):
             load_processor(folder)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (f"{{{{ {'(' * 3000}1{')' * 3000} }}}}", "cannot render this prompt: RecursionError"),
+        ("{% if 1 %}" * 2000, "cannot render this prompt"),
+        ("{{ messages.x }}", "renders nothing of this prompt"),
+    ],
+    ids=["expression", "statement", "nothing"],
+)
+def test_a_chat_template_that_cannot_be_used(
+    template: str, said: str, dense: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(dense, tmp_path / "hf")
+    (folder / "chat_template.jinja").write_text(template)
+    processor = load_processor(folder)
+    with pytest.raises(BadInput, match=said):
+        process_conversations(processor, [[{"role": "user", "content": "?"}]])
+    Renderer(processor)  # which `data check` makes before it reads records
 
 
 def test_a_pattern_of_an_adapter_that_never_ends(

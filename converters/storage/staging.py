@@ -25,7 +25,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from mcore_qwen3vl.errors import BadInput, CheckFailed
-from mcore_qwen3vl.files import hidden_beside
+from mcore_qwen3vl.files import hidden_beside, refuse_links
 
 Progress = Callable[[int, int, str], None]
 """Called as work proceeds with the bytes done, the bytes in all, and the name of a tensor."""
@@ -45,7 +45,7 @@ class Meter:
                 self._progress(self._done, self._total, name)
 
 
-TREE, REPLACED = "tree", "replaced"
+TREE, REPLACED, JOURNAL = "tree", "replaced", "journal"
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Staging:
         self.target, self._force = target, force
         self.folder = _work_folder(target)
         self.tree = self.folder / TREE
-        self._journal = self.folder / "journal"
+        self._journal = self.folder / JOURNAL
         self._lock = threading.Lock()
         header = json.dumps({"plan": fingerprint}) + "\n"
         lines = self._read_journal()
@@ -155,12 +155,13 @@ def staging(
         replaceable: tells whether an existing directory may be deleted.
 
     Raises:
-        BadInput: `check_target` raised it; another process is writing the target; or its directory
-            cannot be created.
+        BadInput: `check_target` raised it; another process is writing the target; its directory
+            cannot be created; or the working directory is or holds a link.
     """
     target = Path(os.path.abspath(target))
     check_target(target, force=force, replaceable=replaceable)
     folder = _work_folder(target)
+    refuse_links(folder, *(folder / name for name in (_LOCK, TREE, JOURNAL, REPLACED)))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / _LOCK).acquire(blocking=False)

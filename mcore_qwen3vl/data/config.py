@@ -293,7 +293,7 @@ def require_data_set(path: Path) -> Path:
         raise BadInput(f"The data set {path} does not exist; check the path.")
     if not (path.is_file() or path.is_dir()):  # reading one waits, or never ends
         raise BadInput(f"The data set {path} is a pipe or a device; name a file or a folder.")
-    refuse_special_files(path)
+    refuse_special_files(path, of_data=True)
     return path
 
 

@@ -319,5 +319,5 @@ def template_variables(processor: Any) -> set[str]:
     plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", str(processor.chat_template))
     try:
         return find_undeclared_variables(Environment(extensions=[loopcontrols]).parse(plain))
-    except TemplateSyntaxError:
+    except (TemplateSyntaxError, RecursionError):  # the latter for one that is nested too deeply
         return set()

@@ -34,7 +34,7 @@ from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason
 from mcore_qwen3vl.data.records.tasks import POSITIVE
 from mcore_qwen3vl.data.scores import facts_file_of, token_digest, write_teacher
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import parse_json, write_at_once
+from mcore_qwen3vl.files import parse_json, refuse_links, write_at_once
 from mcore_qwen3vl.losses.registry import told_form
 from mcore_qwen3vl.unused.fields import Unused
 
@@ -280,6 +280,7 @@ class Output:
 
     def check(self, *, force: bool) -> None:
         """Raise BadInput if the output exists, was begun with other settings, or is damaged."""
+        refuse_links(self._partial, self._partial_facts)
         if self.path.exists() and not force:
             raise BadInput(
                 f"{self.path} exists: pass --force to replace it, or name another --out."

@@ -139,7 +139,7 @@ def check_export(save: str | None, exports: str | None) -> None:
 def owner_of(folder: str | Path | None) -> str | None:
     """Return the id of the run that `folder` belongs to; None if no run has claimed it."""
     file = folder and Path(folder) / _OWNER
-    return file.read_text("utf-8").strip() if file and file.is_file() else None
+    return file.read_text("utf-8", "replace").strip() if file and file.is_file() else None
 
 
 def claim_folders(save: str | None, exports: str) -> None:

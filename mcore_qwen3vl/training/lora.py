@@ -26,7 +26,7 @@ from mcore_qwen3vl.converters.identify import ADAPTER_CONFIG, LORA_FOLDER, PathK
 from mcore_qwen3vl.converters.live import hf_parts, initialize_factors, load_factors
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import write_at_once
+from mcore_qwen3vl.files import read_object_or_empty, write_at_once
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.lora import (
     attach,
@@ -92,7 +92,9 @@ class Base:
         mine, file = self.identity(), folder / BASE_FILE
         if mine is None or not file.is_file():
             return
-        theirs: Identity = json.loads(file.read_text(encoding="utf-8"))
+        theirs = read_object_or_empty(file)
+        if lacks := mine.keys() - theirs.keys():
+            raise BadInput(f"{file} is damaged: it has no {min(lacks)}. Copy it again.")
         if theirs["dtype"] == mine["dtype"] and theirs["sum"] != mine["sum"]:
             raise BadInput(
                 f"{folder.parent} was trained with the base weights of {theirs['path']}, and "

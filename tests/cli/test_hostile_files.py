@@ -290,6 +290,13 @@ def test_a_saved_data_state_that_no_loader_wrote(state: Any, tmp_path: Path) -> 
         data_state._read_state(tmp_path / "rank_00000.pt")
 
 
+@pytest.mark.parametrize("content", [b"junk" * 100, b"", b"PK\3\4", b"\x80\2."])
+def test_a_saved_data_state_that_is_no_archive(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "rank_00000.pt").write_bytes(content)
+    with pytest.raises(BadInput, match=r"rank_00000\.pt is (cut short or )?damaged"):
+        data_state._read_state(tmp_path / "rank_00000.pt")
+
+
 def test_a_pipe_as_a_saved_data_state(tmp_path: Path) -> None:
     folder = data_state.folder_of(tmp_path, 3)
     folder.mkdir(parents=True)

@@ -262,3 +262,7 @@ def test_other_weights_are_refused(dense: Path, tmp_path: Path) -> None:
     other = write_tiny_checkpoint(tmp_path / "other", seed=99)
     with pytest.raises(BadInput, match="has others: give the same base"):
         identity(other, None, tmp_path, layout="single")
+    for content in ("[]", "{", "[" * 100_000, '{"path": "x"}'):
+        (tmp_path / BASE_FILE).write_text(content)
+        with pytest.raises(BadInput, match=rf"{BASE_FILE} (is damaged|cannot be read|holds list)"):
+            identity(dense, None, tmp_path, layout="single")

@@ -28,6 +28,7 @@ from mcore_qwen3vl.converters.identify import (
     identify,
     numbered_iterations,
     read_tracker,
+    refuse_special_parts,
 )
 from mcore_qwen3vl.data.config import parse_sources, require_data_set
 from mcore_qwen3vl.errors import BadInput
@@ -372,6 +373,7 @@ def _check_checkpoint_kinds(settings: Settings) -> None:
     for flag, place in places.items():
         if place.kind not in (PathKind.MISSING, PathKind.HUB_ID, PathKind.CONFIG, PathKind.UNKNOWN):
             place.require_megatron(instead="use --load-hf")
+            refuse_special_parts(place.folder)
         elif starts[flag] != checkpoints.save:  # which a first run fills
             raise BadInput(
                 f"{place.path} holds no checkpoint of Megatron's to begin from: check the path of "

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mcore_qwen3vl.converters.identify import folder_name
-from mcore_qwen3vl.converters.storage.archive import torch_refusal_error
+from mcore_qwen3vl.converters.storage.archive import FAILURES, torch_refusal_error
 from mcore_qwen3vl.data.loader import Loader, redistribute
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write, refuse_special_files
@@ -149,7 +149,7 @@ def _read_state(file: Path) -> dict[str, Any]:
             f"{file} is missing, so training cannot continue with the next sample. Copy it again, "
             "or go on from an older checkpoint, with --load, --ckpt-step and another --save."
         ) from None
-    except (RuntimeError, EOFError) as error:
-        raise BadInput(f"{file} is cut short or damaged ({error}). Copy it again.") from None
+    except (OSError, *FAILURES) as error:  # of torch's unpickler, whatever the bytes mean to it
+        raise BadInput(f"{file} is cut short or damaged ({error!r:.200}). Copy it again.") from None
     _require_counts(file, state)
     return state

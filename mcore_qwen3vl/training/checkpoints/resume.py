@@ -40,6 +40,7 @@ from mcore_qwen3vl.converters.identify import (
     identify,
     numbered_iterations,
     read_tracker,
+    refuse_special_parts,
 )
 from mcore_qwen3vl.converters.mapping.dialects import HYBRID_NORM, LANGUAGE, dialect_of
 from mcore_qwen3vl.converters.mapping.forms import Form, head_of
@@ -50,7 +51,7 @@ from mcore_qwen3vl.converters.torch_dist import read_metadata
 from mcore_qwen3vl.converters.torch_pickle import METADATA
 from mcore_qwen3vl.data.processor import configs_with_budgets
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import atomic_write, read_object, refuse_special_files, write_at_once
+from mcore_qwen3vl.files import atomic_write, read_object, write_at_once
 from mcore_qwen3vl.training.arguments.run import CheckpointSettings
 from mcore_qwen3vl.training.arguments.settings import Settings
 
@@ -198,8 +199,7 @@ def iteration_to_load(
     if newest is None:
         return None
     folder = load / folder_name(newest)
-    for part in folder.glob("mp_rank_*"):  # Megatron looks into them whatever the format is
-        refuse_special_files(part)
+    refuse_special_parts(folder)
     if (format := format_of(identify(folder))).plan is not None:
         format.check_run(folder, args)
     elif checkpoints.ckpt_format == "torch_dist" and named is None:

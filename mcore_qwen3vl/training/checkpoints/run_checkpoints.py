@@ -35,7 +35,7 @@ from mcore_qwen3vl.converters.identify import (
 )
 from mcore_qwen3vl.converters.storage.staging import discard_remains, targets_of_remains
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import write_at_once
+from mcore_qwen3vl.files import read_object_or_empty, write_at_once
 from mcore_qwen3vl.training.arguments.run import RunSettings
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.checkpoints import data_state, resume
@@ -315,6 +315,24 @@ def _disk_error_behind(error: BaseException | None) -> str | None:
 FILE = "validation.json"
 
 
+def _read_validations(
+    file: Path,
+) -> tuple[list[tuple[int, float]], int | None, int | None] | None:
+    """Return the losses in a ``validation.json``, and the steps that are kept and exported.
+
+    Raises:
+        BadInput: the file holds something else.
+    """
+    if not (saved := read_object_or_empty(file)):
+        return None
+    try:
+        losses = [(int(i), math.nan if x is None else float(x)) for i, x in saved["losses"]]
+        kept, exported = (step and int(step) for step in (saved["kept"], saved.get("exported")))
+    except (LookupError, OverflowError, TypeError, ValueError) as error:
+        raise BadInput(f"{file} is damaged ({error!r:.200}). Copy it again.") from None
+    return losses, kept, exported
+
+
 class Validations:
     """The validation losses by which ``--early-stop-patience`` and ``--keep-best`` decide."""
 
@@ -357,18 +375,19 @@ class Validations:
         load = self._checkpoints.load
         assert load is not None
         file = Path(load) / FILE
-        if dist.get_rank() == 0 and file.exists():
-            shared = [json.loads(file.read_text(encoding="utf-8"))]
+        if dist.get_rank() == 0:
+            try:
+                shared = [_read_validations(file)]
+            except BadInput as flaw:
+                shared = [flaw]
         dist.broadcast_object_list(shared, src=0)
-        if (saved := shared[0]) is not None:
-            self._losses = [
-                (i, math.nan if loss is None else loss)
-                for i, loss in saved["losses"]
-                if i <= iteration
-            ]
+        if isinstance(saved := shared[0], BadInput):
+            raise saved
+        if saved is not None:
+            losses, *steps = saved
+            self._losses = [entry for entry in losses if entry[0] <= iteration]
             # Of another folder's checkpoints none is ours to remove.
             if load == self._checkpoints.save:
-                steps = saved["kept"], saved.get("exported")
                 # A later step than the checkpoint's is one that this run makes again.
                 self._kept, self.exported = (s if s and s <= iteration else None for s in steps)
         forgets = bool(self._losses) and not comparable
