@@ -102,6 +102,8 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         where = f"{self.folder / chunk.data.file}: the data of {key} at {list(chunk.offsets)}"
         try:
             view = self._map_range(chunk.data)
+            if not view:
+                raise BadArchive(".metadata gives it no bytes")
             for end in (view[:ENDS], view[-ENDS:]):
                 load_pages(torch.frombuffer(end, dtype=torch.uint8))
             tensor = read_tensor(view, self._sums)

@@ -91,6 +91,27 @@ def test_no_file_for_megatron_in_a_checkpoint_to_begin_from(dense: Path, tmp_pat
         file.unlink()
 
 
+@pytest.mark.parametrize("flag", ["--save", "--save-hf", "--tensorboard-dir"])
+def test_no_link_in_a_circle_to_write_to(flag: str, dense: Path, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    run = ["--hf-model", str(dense), "--train-iters", "1", "--cpu", flag, str(tmp_path / "loop")]
+    run += ["--data-path", str(tmp_path / "data.jsonl")]
+    with pytest.raises(BadInput, match=f"{flag} .*loop is not a folder"):
+        check_early(CommandLine(run))
+
+
+def test_data_of_no_bytes(dense: Path, tmp_path: Path) -> None:
+    hf_to_mcore(dense, tmp_path / "mcore")
+    index = tmp_path / "mcore" / "release" / ".metadata"
+    content = pickle.loads(without_checksum(index.read_bytes()))
+    for place in content.storage_data.values():
+        place.length = 0
+    index.write_bytes(pickle.dumps(content))
+    with pytest.raises(BadInput, match=r"\.metadata gives it no bytes"):
+        mcore_to_hf(tmp_path / "mcore", tmp_path / "out")
+
+
 def _with_holes(file: Path) -> None:
     with file.open("wb") as opened:
         opened.truncate(2**43)

@@ -69,22 +69,23 @@ def check_overwriting(checkpoints: CheckpointSettings, exports: str | None) -> N
     """
     targets = {"--save": checkpoints.save, "--save-hf": exports}
     for flag, target in targets.items():
-        if target and (place := _checkpoint_around(Path(target).resolve())):
+        require_folder(flag, target)
+        if target and (place := _checkpoint_around(Path(os.path.realpath(target)))):
             raise BadInput(
                 f"{flag} {target} is the checkpoint {place}, or inside it: name another folder "
                 f"with {flag}."
             )
     if not (named := checkpoints.save):
         return
-    save = Path(named).resolve()
-    if exports and Path(exports).resolve() == save:
+    save = Path(os.path.realpath(named))
+    if exports and Path(os.path.realpath(exports)) == save:
         raise BadInput(
             f"--save and --save-hf are both {named}, where an export would replace the "
             "checkpoint of the same step: name another folder, for example one below it."
         )
-    load = Path(checkpoints.load).resolve() if checkpoints.load else save
+    load = Path(os.path.realpath(checkpoints.load)) if checkpoints.load else save
     start = checkpoints.pretrained_checkpoint
-    base = start and Path(start).resolve()
+    base = start and Path(os.path.realpath(start))
     if load in save.parents or base in (save, *save.parents):
         raise BadInput(
             f"--save {named} is the folder that the weights are loaded from, or inside it: "
@@ -105,6 +106,12 @@ def check_overwriting(checkpoints: CheckpointSettings, exports: str | None) -> N
             f"--ckpt-step {step} would overwrite: add --load {named}, and name "
             "another folder with --save."
         )
+
+
+def require_folder(flag: str, target: str | None) -> None:
+    """Raise BadInput if what a flag names to write into is there and no folder."""
+    if target and os.path.lexists(target) and not os.path.isdir(target):
+        raise BadInput(f"{flag} {target} is not a folder: name another one.")
 
 
 def _checkpoint_around(folder: Path) -> Path | None:
@@ -154,7 +161,7 @@ def claim_folders(save: str | None, exports: str) -> None:
 def lock_folders(folders: Sequence[str | None]) -> Iterator[None]:
     """Lock the `folders` that a run writes to, as one rank does, or raise BadInput."""
     with ExitStack() as locks:
-        for folder in {Path(place).resolve() for place in folders if place}:
+        for folder in {Path(os.path.realpath(place)) for place in folders if place}:
             folder.mkdir(parents=True, exist_ok=True)
             locks.enter_context(only_writer(folder))
             for left in folder.glob(".*.[0-9]*.tmp"):  # of `atomic_write`, in a run that was killed

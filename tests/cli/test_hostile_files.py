@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -28,7 +30,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training.arguments.run import CheckpointSettings
 from mcore_qwen3vl.training.checkpoints import data_state
-from mcore_qwen3vl.training.checkpoints.resume import explain_load_errors
+from mcore_qwen3vl.training.checkpoints.resume import choose_iteration, explain_load_errors
 from mcore_qwen3vl.training.contract.record import RunRecord
 from mcore_qwen3vl.verification.curves import Job
 from tests.command import exit_code
@@ -337,6 +339,21 @@ def test_a_foreign_metadata_json(content: str, places: dict[str, Path]) -> None:
     with_file("metadata.json", content.encode(), places)
     with pytest.raises(BadInput, match=r"metadata\.json (names the format|cannot be|holds)"):
         run_layout(_trainer(resuming("resume", places)), Layout().world_size)
+
+
+@pytest.mark.parametrize("flag", ["load", "pretrained_checkpoint"])
+def test_weights_to_begin_from_with_a_damaged_metadata(
+    flag: str, dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron would load it with other shapes, and took 17 GB for one changed byte."""
+    hf_to_mcore(dense, tmp_path / "run")
+    file = tmp_path / "run" / "release" / ".metadata"
+    file.write_bytes(file.read_bytes().replace(b"visual.blocks.1", b"vi\xd0ual.blocks.1", 1))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda *_, **__: None)
+    start = CheckpointSettings(**{flag: str(tmp_path / "run")})
+    with pytest.raises(BadInput, match=r"run cannot be read: .*\.metadata is not readable"):
+        choose_iteration(start, argparse.Namespace(), fallback=False)
 
 
 FAILURES = (

@@ -46,7 +46,12 @@ from mcore_qwen3vl.training.arguments.run import (
 )
 from mcore_qwen3vl.training.arguments.schedule import ITERS, SAMPLES
 from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings
-from mcore_qwen3vl.training.folders import check_export, check_overwriting, check_writable
+from mcore_qwen3vl.training.folders import (
+    check_export,
+    check_overwriting,
+    check_writable,
+    require_folder,
+)
 from mcore_qwen3vl.unused.fields import Unused
 
 
@@ -424,6 +429,7 @@ def _check_loggers(logs: LogSettings, save: str | None) -> None:
     """Check the packages and the other flags that TensorBoard and W&B need."""
     if logs.tensorboard_dir:
         require_extra("tensorboard", "--tensorboard-dir")
+        require_folder("--tensorboard-dir", str(logs.tensorboard_dir))
     if logs.wandb_project:
         if not logs.tensorboard_dir:
             raise BadInput(

@@ -6,6 +6,7 @@ With ``--help [WORD...]`` it asks for all flags by group, or for those about a w
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -278,7 +279,7 @@ def _parser() -> StrictParser:
 
 def load_as_saved(load: str | None, save: str | None) -> str | None:
     """Return `load`, written as `save` if both are the same folder."""
-    same = load and save and Path(load).resolve() == Path(save).resolve()
+    same = load and save and os.path.realpath(load) == os.path.realpath(save)
     return save if same else load
 
 

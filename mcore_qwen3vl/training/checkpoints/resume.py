@@ -34,6 +34,7 @@ from mcore_qwen3vl.converters.identify import (
     CHECKPOINT_CONFIG,
     DEFAULT_FORMAT,
     HF_FOLDER,
+    RELEASE,
     TRACKER,
     PathKind,
     folder_name,
@@ -131,7 +132,7 @@ def checkpoint_of_other_maker(checkpoints: CheckpointSettings) -> OtherMaker | N
     dialect = dialect_of(folder, index.tensors)
     if dialect is None:
         return None
-    if checkpoints.save and Path(checkpoints.save).resolve() == Path(source).resolve():
+    if checkpoints.save and os.path.realpath(checkpoints.save) == os.path.realpath(source):
         raise BadInput(
             f"{source} holds checkpoints of {dialect.maker}: choose another directory to --save to."
         )
@@ -163,24 +164,39 @@ def choose_iteration(
         BadInput: see :func:`readable_iteration` and
             :class:`mcore_qwen3vl.converters.megatron_checkpoint.Format`.
     """
-    if checkpoints.load is None:
-        return None
     answer: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            _write_empty_tracker_again(Path(checkpoints.load))
-            answer = [iteration_to_load(checkpoints, args, fallback=fallback)]
+            if checkpoints.load is not None:
+                _write_empty_tracker_again(Path(checkpoints.load))
+                answer = [iteration_to_load(checkpoints, args, fallback=fallback)]
+            _require_sound_start(checkpoints)
         except BadInput as flaw:
             answer = [flaw]
     dist.broadcast_object_list(answer, src=0)
     iteration: int | BadInput | None = answer[0]
     if isinstance(iteration, BadInput):
         raise iteration
-    if iteration is None or iteration == latest_iteration(checkpoints.load):
+    if iteration is None or iteration == latest_iteration(checkpoints.load or ""):
         return None
     if dist.get_rank() == 0:
         log.warning("the latest checkpoint is damaged; resuming from iteration %s", iteration)
     return iteration
+
+
+def _require_sound_start(checkpoints: CheckpointSettings) -> None:
+    """Raise BadInput if the weights that a new run begins from are damaged.
+
+    Megatron would take memory for whatever sizes they state.
+    """
+    load = checkpoints.load
+    newest = read_tracker(Path(load)) if load else None
+    start = load if newest == RELEASE else checkpoints.pretrained_checkpoint
+    if isinstance(newest, int) or checkpoints.ckpt_step is not None or not start:
+        return
+    place = identify(start)
+    if place.format == DEFAULT_FORMAT and (reason := find_damage(place.folder)):
+        raise BadInput(f"{start} cannot be read: {reason.rstrip('.')}.")
 
 
 def _write_empty_tracker_again(load: Path) -> None:
