@@ -160,18 +160,30 @@ def templates(package: str) -> Environment:
     )
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
     """Parse JSON.
 
     Raises:
-        ValueError: `text` is not JSON, or is nested more deeply than Python can read.
+        ValueError: `text` is not JSON, or is nested more deeply than Python can read; or with
+            `unique` an object has a key twice, of which Python would take the last value.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_unique if unique else None)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except json.JSONDecodeError as error:  # whose line is that of `text`, not of a file
         raise ValueError(f"no valid JSON: {error.msg}, at character {error.pos + 1:,}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of `pairs`; raise ValueError for a key with two values."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        first: dict[str, Any] = {}
+        for key, value in pairs:
+            if first.setdefault(key, value) != value:
+                raise ValueError(f"the key {key[:40]!r} comes twice, with other values: keep one")
+    return made
 
 
 MOST_VALUES = 1_000_000

@@ -21,6 +21,10 @@ import yaml
 from megatron.energon import WorkerConfig, dataset_config
 from megatron.energon.eyaml import load_yaml
 from megatron.energon.flavors import BaseWebdatasetFactory, SavableDataset
+from megatron.energon.flavors.jsonl.crude_jsonl_dataset import (
+    CrudeJsonlDatasetFactory,
+    DefaultCrudeJsonlDatasetFactory,
+)
 from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
 from megatron.energon.flavors.webdataset.structs import DatasetSubset
 from megatron.energon.metadataset import load_dataset, traverse_metadataset
@@ -148,11 +152,24 @@ def _load_source(
                 **options,
             )
         datasets, mode = loaded.datasets, loaded.blend_mode
+        for each in datasets:
+            if isinstance(each.dataset, DefaultCrudeJsonlDatasetFactory):
+                _leave_unparsed(each.dataset)
     if source.max_samples is not None:
         whole: Any = datasets[0].dataset
         if source.max_samples < len(whole):  # energon refuses a subset that is longer
             whole.subset = DatasetSubset(absolute_range=(0, source.max_samples))
     return datasets, mode
+
+
+def _leave_unparsed(factory: Any) -> None:
+    """Let lines of JSONL stay bytes, which are then parsed as those of every other format."""
+
+    def load_sample(sample: Any) -> Any:
+        sample["__subflavors__"] = factory.subflavors
+        return CrudeJsonlDatasetFactory._load_sample(factory, sample)
+
+    factory._load_sample = load_sample
 
 
 _MALFORMED = (
@@ -302,7 +319,7 @@ def collect_labels(sources: Sequence[Source], *, trust: bool) -> Labels:
     for crude in CrudeSamples(sources, split="train", trust=trust):
         record = crude.get("json")
         try:
-            record = parse_json(record) if isinstance(record, bytes) else record
+            record = parse_json(record, unique=True) if isinstance(record, bytes) else record
             source = sources[crude["__subflavors__"][SOURCE]]
             labels.update(labels_in(preprocess_record(record, source.reading)))
         except BadInput:  # the hook cannot be imported

@@ -461,7 +461,7 @@ def write_turns(data: Path, out: Path) -> tuple[int, int]:
         for crude in CrudeSamples(parse_sources([str(data)]), split="train", trust=False):
             read += 1
             try:
-                records = records_of_turns(parse_json(crude["json"]))
+                records = records_of_turns(parse_json(crude["json"], unique=True))
             except (BadSample, ValueError) as error:
                 raise BadInput(f"{sample_id(crude)}: {error}") from error
             for record in records:

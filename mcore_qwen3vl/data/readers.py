@@ -691,12 +691,8 @@ class CrudeFactory(BaseCoreDatasetFactory[CrudeSample], Sharder):
         )
 
     def load_raw(self, raw: Any) -> CrudeSample:
-        """Return a reader's sample with its JSON parsed and with the data set's subflavors."""
-        sample = raw.data[0]
-        record = sample["json"]
-        if isinstance(record, bytes):
-            record = parse_json(record)
-        return CrudeSample({**sample, "json": record, "__subflavors__": self.subflavors})
+        """Return a reader's sample with the data set's subflavors; its JSON is parsed later."""
+        return CrudeSample({**raw.data[0], "__subflavors__": self.subflavors})
 
     def as_file_store(self) -> Any:
         raise NotImplementedError("no data set of ours asks for files of another")

@@ -100,8 +100,8 @@ class Preparation:
     def _json_record(self, sample: RawSample) -> Any:
         """Return the record in JSON's types, with the parts of a WebDataset sample filled in."""
         record = sample.record
-        if isinstance(record, bytes):  # from a WebDataset, or read by `data check`
-            record = parse_json(record)
+        if isinstance(record, bytes):  # from a table it is an object already
+            record = parse_json(record, unique=True)
         if sample.folder.parts:
             record = join_parts(sample.folder.parts, record)
         return record

@@ -129,13 +129,22 @@ def compare(
         now: of the command that goes on.
         steering: whose rates and schedule hold, where a flag says so.
         leave_out: names of rows that do not count.
+
+    Raises:
+        BadInput: the checkpoint's values of a row are none that a run records.
     """
-    return [
-        finding
-        for row in ROWS
-        if row.name not in leave_out and row.name in before.rows and row.name in now.rows
-        for finding in row.findings(before.rows[row.name], now.rows[row.name], steering)
-    ]
+    found: list[Notice] = []
+    for row in ROWS:
+        if row.name in leave_out or row.name not in before.rows or row.name not in now.rows:
+            continue
+        try:
+            found += row.findings(before.rows[row.name], now.rows[row.name], steering)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise BadInput(
+                f"What {FILE} of the checkpoint says of {row.name} is damaged ({error!r:.200}). "
+                "Copy it again, or begin a new run from its weights with --finetune."
+            ) from error
+    return found
 
 
 def validates_otherwise(before: RunRecord, now: RunRecord) -> bool:

@@ -31,6 +31,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor, redistribute
 from mcore_qwen3vl.data import processor as processor_module
 from mcore_qwen3vl.data.config import parse_sources
+from mcore_qwen3vl.data.inspection import check_data
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.losses.preference import PreferenceLoss
 from mcore_qwen3vl.losses.reward import Reward
@@ -342,6 +343,30 @@ def test_the_share_of_bad_records_is_that_of_the_data_set(
         return
     with pytest.raises(BadInput, match="2 of about 31 records are bad, more than the accep"):
         list(islice(loader, 2))
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "tar"])
+def test_a_key_with_two_values_makes_a_record_bad(
+    suffix: str, make: MakeLoader, write_jsonl: WriteJsonl, tmp_path: Path, processor: Any
+) -> None:
+    """Python would take the last; the same value twice is no question."""
+    texts = [json.dumps(question(i, image=False)) for i in range(4)]
+    same = f"{texts[2][:-1]}, {texts[2][1:]}"
+    twice = f"{texts[3][:-1]}, {texts[1][1:]}"
+    records = [texts[0], texts[1], same, twice]
+    path = write_jsonl(records)
+    if suffix == "json":
+        path = tmp_path / "data.json"
+        path.write_text(f"[{', '.join(records)}]")
+    if suffix == "tar":
+        members = [(f"{i}.json", record.encode()) for i, record in enumerate(records)]
+        path = write_tar(tmp_path / "tars" / "0.tar", members).parent
+    said = "the key 'messages' comes twice, with other values: keep one"
+    (flaw,) = check_data(path, processor, DataConfig(seq_length=256)).bad
+    assert said in flaw.reason
+    loader = make(path, config=DataConfig(seq_length=256, shuffle=False, max_bad_fraction=0.0))
+    with pytest.raises(BadInput, match=said):
+        list(islice(loader, 4))
 
 
 def test_overlong_samples_are_counted_apart_and_never_stop(

@@ -410,6 +410,15 @@ def test_a_record_that_cannot_be_compared_is_damaged(
         RunRecord.of_checkpoint(tmp_path, 3)
 
 
+def test_a_record_whose_values_no_run_wrote_is_damaged(
+    dense: Path, folder: Path, tmp_path: Path
+) -> None:
+    ours = record(dense, folder, "")
+    theirs = RunRecord({**ours.rows, "files of the loss": {"beside": [["scores"]]}})
+    with pytest.raises(BadInput, match=r"says of files of the loss is damaged \(ValueError"):
+        compare(theirs, ours)
+
+
 def test_arguments_of_an_earlier_version_say_what_they_have() -> None:
     """They lack what was added since, such as `packing`; other rows are compared."""
     args = argparse.Namespace(seed=7, clip_grad=1.0, lr=1e-3, global_batch_size=4)
