@@ -33,6 +33,7 @@ from mcore_qwen3vl.converters.mapping.dialects import (
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING, LAYERS, MTP, Row, table, vision_rows
 from mcore_qwen3vl.converters.storage.boxes import Box, Extent, Shape, overlap
 from mcore_qwen3vl.converters.storage.disk import load_pages
+from mcore_qwen3vl.converters.storage.dtypes import DTYPES, dtype_name
 from mcore_qwen3vl.errors import BadInput
 
 
@@ -145,6 +146,11 @@ class MegatronCheckpoint(ABC):
                 )
             if stored[key].shape != shape:
                 raise wrong_shape_error(self.folder, key, stored[key].shape, shape)
+            if stored[key].dtype not in DTYPES.values():
+                raise BadInput(
+                    f"{self.folder} says that the tensor {key} is {dtype_name(stored[key].dtype)}, "
+                    "which no tensor of a model is. Copy the checkpoint again."
+                )
         if extra := min((key for key in stored if key not in wanted), default=None):
             raise BadInput(
                 f"{self.folder} holds the tensor {extra} {list(stored[extra].shape)}, which is no "

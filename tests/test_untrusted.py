@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mcore_qwen3vl.converters.adapters import config as adapter_config
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig, apply_with_peft
@@ -110,6 +111,23 @@ def test_data_of_no_bytes(dense: Path, tmp_path: Path) -> None:
     index.write_bytes(pickle.dumps(content))
     with pytest.raises(BadInput, match=r"\.metadata gives it no bytes"):
         mcore_to_hf(tmp_path / "mcore", tmp_path / "out")
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int8])
+def test_a_dtype_that_no_tensor_of_a_model_has(
+    dtype: torch.dtype, dense: Path, tmp_path: Path
+) -> None:
+    hf_to_mcore(dense, tmp_path / "mcore")
+    index = tmp_path / "mcore" / "release" / ".metadata"
+    content = pickle.loads(without_checksum(index.read_bytes()))
+    for place in content.state_dict_metadata.values():
+        if hasattr(place, "properties"):
+            place.properties.dtype = dtype
+    index.write_bytes(pickle.dumps(content))
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(BadInput, match=rf"is {name}, which no tensor of a model is"):
+        mcore_to_hf(tmp_path / "mcore", tmp_path / "out")
+    assert not list(tmp_path.glob(".out*"))
 
 
 def _with_holes(file: Path) -> None:
