@@ -114,19 +114,21 @@ class DataProvider:
         architecture: Architecture,
         *,
         on_batch: Sequence[Callable[[Batch], None]] = (),
+        on_validation_batch: Sequence[Callable[[Batch], None]] = (),
         reads_on_every_stage: bool = False,
     ) -> None:
         """
         Args:
             on_batch: functions that are called once with each batch of the training data, on the
                 host, without pixels.
+            on_validation_batch: the same for validation data.
             reads_on_every_stage: whether a later pipeline stage reads its batches itself, because
                 there is no first stage that sends them.
         """
         loop, sources = settings.loop, settings.sources
         self._settings = settings
         self._architecture = architecture
-        self._on_batch = on_batch
+        self._on_batch, self._on_validation_batch = on_batch, on_validation_batch
         self._reads_on_every_stage = reads_on_every_stage
         self._sources = parse_sources(loop.training_data, sources.reading)
         self._ahead = ThreadPoolExecutor(1, "read ahead") if loop.num_workers > 0 else None
@@ -167,7 +169,7 @@ class DataProvider:
         valid = None
         if loop.valid_data_path:
             loader = self._open_validation()
-            valid = self._share(loader, shared_host_group, valid_feed, ())
+            valid = self._share(loader, shared_host_group, valid_feed, self._on_validation_batch)
         if config.balance or loop.valid_data_path:
             wait_for_measuring()
         if loop.valid_data_path:

@@ -143,10 +143,12 @@ class Run:
             peak_tflops=settings.training.peak_tflops,
             mtp=bool(settings.loop.mtp_num_layers),
         )
+        self.left_out = metrics.LeftOut()
         self.data = DataProvider(
             settings,
             self.architecture,
             on_batch=(observer.batch, self.metrics.count),
+            on_validation_batch=(self.left_out.count,),
             reads_on_every_stage=rehearsed,
         )
         self.forward_step = forward_step_of(settings)
@@ -511,6 +513,7 @@ class Run:
 
     def _evaluate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the losses of a validation, and report them."""
+        from megatron.core import parallel_state
         from megatron.training.utils import is_last_rank
 
         self._build_second()  # with --skip-train there is no optimizer
@@ -529,9 +532,12 @@ class Run:
             parts = self.forward_step.validation_sets.report()
             losses |= {name: torch.tensor(value) for name, value in parts.items()}
             self.checkpoints.record_validation(iteration, losses)
+        left_out = self.left_out.report(parallel_state.get_data_parallel_group())
         if losses and is_new and is_last_rank():
             numbers = {f"validation {name}": float(loss) for name, loss in losses.items()}
             listing = "  ".join(f"{name} {value:.4f}" for name, value in numbers.items())
+            numbers |= {f"validation {name}": n for name, n in left_out.items()}
+            listing += "".join(f"  without {n} {name}" for name, n in left_out.items())
             self.progress.say(f"step {iteration}: {listing}")
             if log_json := self.settings.training.log_json:
                 metrics.append_json(log_json, {"iteration": iteration, **numbers})

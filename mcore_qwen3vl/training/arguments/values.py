@@ -24,6 +24,7 @@ _INTERVALS = (
 )
 _SIZES = (
     *("micro_batch_size", "global_batch_size", "eval_global_batch_size", "seq_length"),
+    "eval_micro_batch_size",
     *("train_iters", "train_samples", "num_epochs", "expert_tensor_parallel_size"),
     *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
     *("microbatch_group_size_per_vp_stage", "num_distributed_optimizer_instances"),

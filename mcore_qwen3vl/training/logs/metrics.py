@@ -63,6 +63,29 @@ def _sample_lengths(batch: Batch) -> Tensor:
     return padded[: batch.counts.samples]
 
 
+class LeftOut:
+    """Counts the records of a validation whose loss is not in its mean; all ranks use it alike."""
+
+    def __init__(self) -> None:
+        self._counts = Counts()
+
+    def count(self, batch: Batch) -> None:
+        """Count what was left out before one more micro-batch of this data-parallel rank."""
+        self._counts += batch.counts
+
+    def report(self, group: dist.ProcessGroup) -> dict[str, int]:
+        """Return the numbers of this validation that are not 0, over all ranks.
+
+        `group` has the data-parallel ranks, context parallelism not included.
+        """
+        counts = [self._counts.skipped, self._counts.dropped]
+        total = torch.tensor(counts, dtype=torch.int64, device=torch.cuda.current_device())
+        dist.all_reduce(total, group=group)
+        self._counts = Counts()
+        names = ("skipped samples", "over-long samples")
+        return {name: n for name, n in zip(names, total.tolist(), strict=True) if n}
+
+
 class Metrics:
     """Collects work and reports it at intervals; every rank makes the same calls.
 

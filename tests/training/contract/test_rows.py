@@ -33,6 +33,7 @@ WSD = "--lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-iters"
 GROWS = "--train-samples 9 --step-batch-size-schedule"
 KTO = "--loss kto --lora-rank 2 --global-batch-size 4"
 EXPERTS = "--global-batch-size 4 --moe-aux-loss-coeff 0.1 --moe-expert-capacity-factor 2"
+TWO = "--micro-batch-size 2 --global-batch-size 4 --valid-data-path b.jsonl"
 
 CASES = [
     # The row, the model, the flags of the checkpoint, those of the command, and what comes of it.
@@ -100,6 +101,9 @@ CASES = [
      "--micro-batch-size 2 --global-batch-size 2", SAID, "size 1: results differ by their round"),
     ("layout", "dense", f"{KTO} --micro-batch-size 2", f"{KTO} --micro-batch-size 4", SAID,
      "exchanged answers of KTO's baseline are of other micro-batches"),
+    ("validation", "dense", f"{KTO} {TWO} --eval-micro-batch-size 2",
+     f"{KTO} {TWO} --eval-micro-batch-size 4", SAID,
+     "micro-batches of 4 in place of micro-batches of 2"),
     ("layout", "moe", f"{EXPERTS} --micro-batch-size 2", f"{EXPERTS} --micro-batch-size 4", SAID,
      "balancing loss of experts and what experts drop are of other micro-batches"),
 ]  # fmt: skip

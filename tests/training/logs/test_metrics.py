@@ -35,6 +35,7 @@ from mcore_qwen3vl.verification.curves import (
 from tests.test_atomic import full_disk
 from tests.training.log import entries_of
 from tests.training.toy import batch
+from tests.turns import slow
 
 
 def report(path: Path) -> dict[str, float]:
@@ -318,3 +319,25 @@ def test_each_data_sets_loss_is_that_of_plain_hugging_face(
     for name, value in found[4].items():
         assert events.Scalars(f"qwen3-vl/{name}")[-1].value == pytest.approx(value, rel=1e-6)
         assert events.Scalars(f"{name} validation")[0].step == 4
+
+
+@pytest.mark.parametrize("layout", ["pp2xdp2", *slow("tp2xcp2+sp")])
+def test_a_validation_names_the_number_of_records_that_it_left_out(
+    layout: str, dense: Path, tmp_path: Path
+) -> None:
+    """Otherwise the mean of a part would stand there as that of all."""
+    data = write_image_qa(tmp_path / "data", 5)
+    records = [json.loads(line) for line in data.read_text().splitlines()]
+    for record in records[1:4]:
+        record["messages"][-1]["content"] = "a long answer " * 30
+    del records[4]["messages"][-1]["content"]
+    valid = data.with_name("valid.jsonl")
+    valid.write_text("".join(json.dumps(record) + "\n" for record in records))
+    flags = ("--valid-data-path", str(valid), "--eval-interval", "1", "--max-bad-fraction", "1")
+    job = Job(dense, data, Layout.parse(layout), steps=2, batch=2, flags=flags)
+    train(job, tmp_path, "--eval-micro-batch-size", "1")
+    first, second = (e for e in entries_of(tmp_path) if "validation lm loss" in e)
+    assert first["validation over-long samples"] == second["validation over-long samples"] == 3
+    assert first["validation skipped samples"] == 1
+    said = (tmp_path / "output.txt").read_text()
+    assert "without 1 skipped samples  without 3 over-long samples" in said
