@@ -26,7 +26,12 @@ from mcore_qwen3vl.converters.hf.config_file import Changes, dtype_to_state
 from mcore_qwen3vl.converters.hf.hf_checkpoint import holder_of_mtp
 from mcore_qwen3vl.converters.identify import INDEX, identify
 from mcore_qwen3vl.converters.live import Models, Overlap, factor_parts, hf_parts, table_of, unwrap
-from mcore_qwen3vl.converters.mapping.forms import INPUT_EMBEDDING, LM_HEAD
+from mcore_qwen3vl.converters.mapping.forms import (
+    INPUT_EMBEDDING,
+    LM_HEAD,
+    Names,
+    names_in_transformers,
+)
 from mcore_qwen3vl.converters.mapping.table import MTP, hf_shapes, table
 from mcore_qwen3vl.converters.offline.engine import group_units
 from mcore_qwen3vl.converters.storage.archive import as_bytes
@@ -43,7 +48,7 @@ BUCKET_BYTES = 256 * 2**20
 def export_hf(
     models: Models, *, expert_layout: ExpertLayout | None = None, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield Hugging Face names and whole tensors, in the order of the network, on every rank.
+    """Yield transformers' names and whole tensors, in the order of the network, on every rank.
 
     This is a collective: every rank must exhaust the iterator. The tensors of one bucket
     share memory, which is freed once none of them is referenced.
@@ -60,9 +65,14 @@ def export_hf(
         BadInput: the ranks do not hold the whole model, or hold parts of a tensor in different
             dtypes.
     """
-    exporter = Gatherer.of_model(models, expert_layout)
+    exporter, names = Gatherer.of_model(models, expert_layout), _names_of(models)
     for bucket in exporter.buckets(bucket_bytes):
-        yield from exporter.gather(bucket).items()
+        yield from names.store(exporter.gather(bucket)).items()
+
+
+def _names_of(models: Models) -> Names:
+    """Return how transformers calls the tensors of a running model."""
+    return names_in_transformers(has_vision=unwrap(models)[0].architecture.has_vision)
 
 
 def save_hf(
@@ -95,7 +105,7 @@ def save_hf(
     """
     path, hf_config = Path(path), Path(hf_config)
     architecture = Architecture.from_hf(hf_config)
-    exporter = Gatherer.of_model(models, architecture.expert_layout)
+    exporter, names = Gatherer.of_model(models, architecture.expert_layout), _names_of(models)
     further = None if unwrap(models)[0].has_mtp else holder_of_mtp(hf_config, architecture)
     entries = {} if further is None else further.entries
     copied = {
@@ -103,7 +113,7 @@ def save_hf(
         for name, shape in hf_shapes(table(architecture, mtp=bool(entries))).items()
         if name.startswith(MTP)
     }
-    tensors = exporter.tensors | copied
+    tensors = names.store(exporter.tensors | copied)
     files = shards.plan_shards(tensors, shards.parse_size(max_shard_size))
     with ExitStack() as stack:
         stage = run_together(lambda: _create_shards(stack, path, files, force), path)
@@ -114,7 +124,7 @@ def save_hf(
         writing: Future[None] | None = None
         for number, bucket in enumerate(exporter.buckets(bucket_bytes)):
             turn = number % dist.get_world_size()
-            gathered = exporter.gather(bucket, only=turn)
+            gathered = names.store(exporter.gather(bucket, only=turn))
             if turn != dist.get_rank():
                 continue
             # `exception` waits for the previous bucket, which bounds the memory. After an error the
@@ -132,7 +142,7 @@ def save_hf(
             if stage is None:  # on all ranks but the first
                 return
             if further is not None:  # it has what the running model has not
-                for name in copied:
+                for name in copied:  # all forms call them alike
                     _write_tensors(stage.tree, files, {name: further.read_tensor(name)})
             copy_companions(hf_config, stage.tree, changes)
             if len(files) > 1:
@@ -358,7 +368,7 @@ def export_merged(
             "weight cannot serve as both. Export the adapter, and merge it with "
             "`mcore-qwen3vl lora merge`, which writes two tensors."
         )
-    weights = Gatherer.of_model(models, expert_layout)
+    weights, stored = Gatherer.of_model(models, expert_layout), _names_of(models)
     gatherer = Gatherer(models, factor_parts(models), _factor_shapes(targets))
     layout = chunks[0].architecture.layout_of_experts(expert_layout)
     for bucket in weights.buckets(bucket_bytes):
@@ -368,7 +378,7 @@ def export_merged(
         updates = _named_factors(gatherer.gather(names) if names else {}, adapted)
         for name, update in updates.items():
             add_update(tensors[name], update, name, swapped=layout == "published")
-        yield from tensors.items()
+        yield from stored.store(tensors).items()
 
 
 def _factor_shapes(targets: Mapping[str, Slot]) -> dict[str, Shape]:

@@ -59,6 +59,16 @@ class Family:
     mrope_section: tuple[int, ...] = (24, 20, 20)
     deepstack: tuple[int, ...] = (8, 16, 24)
 
+    @property
+    def model_class(self) -> str:
+        """The name of the class in transformers that predicts tokens."""
+        return f"{self.name}For{'ConditionalGeneration' if self.has_vision else 'CausalLM'}"
+
+    @property
+    def config_class(self) -> str:
+        """The name of its config's class in transformers."""
+        return f"{self.name}{'' if self.has_vision else 'Text'}Config"
+
 
 _QWEN3_5 = Family(
     "Qwen3_5", hybrid=True, head_dim=256, rotated=0.25, mrope_section=(11, 11, 10), deepstack=()
@@ -215,13 +225,10 @@ class Architecture:
         """The model's family, and whether it is dense or MoE, for messages."""
         return f"{self.brand} {'MoE' if self.is_moe else 'dense'}"
 
-    def require_vision(self) -> None:
-        """Raise BadInput for a language model alone."""
-        if self.vision == NO_VISION:
-            raise BadInput(
-                "This is a language model alone, without a vision tower: it can be converted and "
-                "inspected, but not run. Use the whole checkpoint."
-            )
+    @property
+    def has_vision(self) -> bool:
+        """Whether there is a vision tower; without one the model is a language model alone."""
+        return self.vision != NO_VISION
 
     @property
     def brand(self) -> str:
@@ -331,6 +338,18 @@ def family_of(config: dict[str, Any]) -> Family:
             f"{', '.join(MODEL_TYPES)} only. Name a whole checkpoint of one of them."
         )
     return MODEL_TYPES[model_type]
+
+
+def states_vision(folder: Path) -> bool:
+    """Return whether the model in `folder` has a vision tower; without a config that tells, True.
+
+    Raises:
+        BadInput: the config cannot be read.
+    """
+    if not (folder / "config.json").is_file():
+        return True
+    family = MODEL_TYPES.get(str(read_config_file(folder).get("model_type")))
+    return family is None or family.has_vision
 
 
 def text_section(config: dict[str, Any]) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from mcore_qwen3vl.data.encoding.batch import mrope_position_ids
 from mcore_qwen3vl.data.processor import (
     load_processor,
     require_fitting,
+    takes_media,
     template_limit,
     template_variables,
 )
@@ -697,11 +698,14 @@ def process_conversations(
             f"The chat template cannot render this prompt: {type(error).__name__}: {error!s:.500}. "
             "Compare it with the template of the model that the checkpoint was made from."
         ) from error
-    images = [_load_referenced_image(part) for part in _media_references(conversations, "image")]
-    videos = [
-        _load_referenced_video(part, processor)
-        for part in _media_references(conversations, "video")
-    ]
+    references = {kind: list(_media_references(conversations, kind)) for kind in ("image", "video")}
+    if any(references.values()) and not takes_media(processor):
+        raise BadInput(
+            "A prompt has images or videos, and the model is a language model alone, without a "
+            "vision tower: ask it in text."
+        )
+    images = [_load_referenced_image(part) for part in references["image"]]
+    videos = [_load_referenced_video(part, processor) for part in references["video"]]
     for kind, token, media in (
         ("image", processor.image_token, images),
         ("video", processor.video_token, videos),

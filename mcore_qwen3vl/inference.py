@@ -68,7 +68,6 @@ class CheckedModel:
         self._request, self._place = request, identify(request.checkpoint)
         self.folder = hf_folder_of(request.checkpoint, request.hf, command)
         self.architecture = Architecture.from_hf(self.folder)
-        self.architecture.require_vision()
         request.layout.validate(self.architecture, training=False)
         self.adapter = read_adapter_for(request.lora, request.checkpoint, self.folder, task=task)
 

@@ -317,7 +317,7 @@ def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None =
         modules = [_MODULES[name] for name in (_MODULES if tied else embeddings)]
         config = replace(config, modules_to_save=(*(config.modules_to_save or ()), *modules))
         applied = apply_with_peft(config, content, linear_router=True)
-    keys = {f"{PREFIX}{name}": name for name in applied.saved}  # of the tensors stored whole
+    keys = applied.saved_keys()
     if tied:  # one of the two is enough
         keys = {k: name for k, name in keys.items() if name not in _MODULES or k in tensors.shapes}
     if LM_HEAD in applied.slots:
@@ -411,7 +411,7 @@ def _saved_embeddings(tensors: AdapterFile, applied: Applied) -> list[str]:
     return [
         name
         for name in _MODULES
-        if f"{PREFIX}{name}" in tensors.shapes and name not in {*applied.saved, *applied.slots}
+        if applied.key_of(name) in tensors.shapes and name not in {*applied.saved, *applied.slots}
     ]
 
 
@@ -564,7 +564,7 @@ def _checked_tensors(
             raise BadInput(
                 f"{name} is {list(tensor.shape)} and not {list(whole_shape(name, applied))}."
             )
-        yield (BASE_LAYER if name in factors else f"{PREFIX}{name}"), _storable(tensor, memory)
+        yield (BASE_LAYER if name in factors else applied.key_of(name)), _storable(tensor, memory)
 
 
 def _storable(tensor: Tensor, memory: set[int]) -> Tensor:

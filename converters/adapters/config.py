@@ -20,8 +20,15 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from mcore_qwen3vl.config import Architecture, family_of, read_config_file, without_gpu_kernels
+from mcore_qwen3vl.config import (
+    Architecture,
+    family_of,
+    read_config_file,
+    text_section,
+    without_gpu_kernels,
+)
 from mcore_qwen3vl.converters.identify import ADAPTER_CONFIG
+from mcore_qwen3vl.converters.mapping import forms
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import read_object
@@ -371,6 +378,8 @@ class Applied:
     """The result of applying a config to a model with PEFT.
 
     Attributes:
+        names: how PEFT and transformers call the model's parameters. In `slots` and `saved` they
+            are called as the mapping calls them, and elsewhere as PEFT does.
         slots: descriptions of the factors, by HF parameter, in the model's order.
         saved: shapes of the parameters that are stored whole, by HF parameter.
         matched: names of the modules that match ``target_modules`` by PEFT's own rule.
@@ -378,12 +387,21 @@ class Applied:
             replaced by the names that it matches. None if they are a regular expression or absent.
     """
 
+    names: forms.Names
     slots: dict[str, Slot]
     saved: dict[str, Shape]
     modules: tuple[str, ...]
     parameters: tuple[str, ...]
     matched: tuple[str, ...]
     spelled_out: tuple[str, ...] | None
+
+    def saved_keys(self) -> dict[str, str]:
+        """Return the parameters that are stored whole, by their keys in the file."""
+        return {self.key_of(name): name for name in self.saved}
+
+    def key_of(self, name: str) -> str:
+        """Return the key in the file of the parameter `name`, stored whole."""
+        return f"{PREFIX}{self.names.stored_name(name)}"
 
 
 def apply_with_peft(
@@ -416,7 +434,7 @@ def apply_with_peft(
     model = meta_model(parsed)
     if config.has_score:
         labels = len(labels_of(parsed))
-        size = parsed["text_config"]["hidden_size"]
+        size = text_section(parsed)["hidden_size"]
         model.score = torch.nn.Linear(size, labels, bias=False, device="meta")
     modules = tuple(name for name, _ in model.named_modules() if name)
     parameters = tuple(name for name, _ in model.named_parameters(remove_duplicate=False))
@@ -439,17 +457,18 @@ def apply_with_peft(
                 f"PEFT does not apply this adapter's config to the model: {text:.600}"
                 f"{_target_parameters_hint(text)}"
             ) from None
-    order = {name: at for at, name in enumerate(parameters)}
-    slots = dict(sorted(_slots(wrapped), key=lambda named: order[named[0]]))
+    names = forms.names_in_transformers(has_vision=family_of(parsed).has_vision)
+    order = {names.current_name(name): at for at, name in enumerate(parameters)}
+    slots = dict(sorted(_slots(wrapped, names), key=lambda named: order[named[0]]))
     keys = {key for slot in slots.values() for key in (slot.a_key, slot.b_key)}
     saved = {
-        key.removeprefix(PREFIX): tuple(tensor.shape)
+        names.current_name(key.removeprefix(PREFIX)): tuple(tensor.shape)
         for key, tensor in stored.items()
         if key not in keys
     }
     named = lora.target_modules
     spelled_out = None if named is None or isinstance(named, str) else tuple(sorted(named))
-    return Applied(slots, saved, modules, parameters, matched, spelled_out)
+    return Applied(names, slots, saved, modules, parameters, matched, spelled_out)
 
 
 _PEFT_SECONDS = 30.0
@@ -482,13 +501,10 @@ def meta_model(config: dict[str, Any]) -> Any:
     import transformers
 
     family = family_of(config)
-    if not family.has_vision:
-        raise BadInput("Adapters of a language model alone, without a vision tower, are not read.")
-    name = family.name
     unquantised = {key: value for key, value in config.items() if key != "quantization_config"}
-    hf_config = getattr(transformers, f"{name}Config").from_dict(unquantised)
+    hf_config = getattr(transformers, family.config_class).from_dict(unquantised)
     with torch.device("meta"), without_gpu_kernels():
-        return getattr(transformers, f"{name}ForConditionalGeneration")(hf_config)
+        return getattr(transformers, family.model_class)(hf_config)
 
 
 def _lora_config_arguments(config: AdapterConfig, peft: Any) -> dict[str, Any]:
@@ -501,19 +517,23 @@ def _lora_config_arguments(config: AdapterConfig, peft: Any) -> dict[str, Any]:
     return {name: value for name, value in decided.items() if name in known}
 
 
-def lora_layers(wrapped: Any) -> Iterator[tuple[str, str, Any]]:
-    """Yield path, Hugging Face parameter and layer of each of the LoRA layers in PEFT's model."""
+def lora_layers(wrapped: Any, names: forms.Names) -> Iterator[tuple[str, str, Any]]:
+    """Yield path, Hugging Face parameter and layer of each of the LoRA layers in PEFT's model.
+
+    `names` tells the mapping's names of parameters from the model's.
+    """
     from peft.tuners.lora.layer import LoraLayer
 
     for path, layer in wrapped.named_modules():
         if isinstance(layer, LoraLayer):
             module = path.removeprefix(PREFIX).replace(".base_layer", "")
-            yield path, f"{module}.{getattr(layer, 'parameter_name', 'weight')}", layer
+            name = f"{module}.{getattr(layer, 'parameter_name', 'weight')}"
+            yield path, names.current_name(name), layer
 
 
-def _slots(wrapped: Any) -> Iterator[tuple[str, Slot]]:
+def _slots(wrapped: Any, names: forms.Names) -> Iterator[tuple[str, Slot]]:
     """Yield name and slot of each adapted parameter; raise BadInput for one not supported."""
-    for path, name, layer in lora_layers(wrapped):
+    for path, name, layer in lora_layers(wrapped, names):
         if not ADAPTED.fullmatch(name):
             raise _unsupported_error(name)
         parameter = hasattr(layer, "parameter_name")  # PEFT's ParamWrapper
@@ -567,7 +587,8 @@ def resolve_targets(config: AdapterConfig, hf_config: HFConfig) -> dict[str, Slo
 
 def unused_name_notes(config: AdapterConfig, applied: Applied) -> Iterator[str]:
     """Yield a sentence for each name in the config without effect; PEFT warns of some at most."""
-    adapted = [name.rpartition(".")[0] for name in applied.slots]
+    parameters = [applied.names.stored_name(name) for name in applied.slots]
+    adapted = [name.rpartition(".")[0] for name in parameters]
     for module in applied.matched:
         if module not in adapted:
             yield (
@@ -576,7 +597,6 @@ def unused_name_notes(config: AdapterConfig, applied: Applied) -> Iterator[str]:
             )
     if isinstance(config.target_modules, tuple):
         yield from _unmatched_name_notes("target_modules", config.target_modules, adapted, applied)
-    parameters = list(applied.slots)
     yield from _unmatched_name_notes(
         "target_parameters", config.target_parameters or (), parameters, applied
     )

@@ -13,9 +13,16 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_qwen3vl.config import read_config_file
+from mcore_qwen3vl.config import read_config_file, states_vision
 from mcore_qwen3vl.converters.identify import INDEX
-from mcore_qwen3vl.converters.mapping.forms import CLASSIFIER, HEADS, NAMES, Form, HeadForm
+from mcore_qwen3vl.converters.mapping.forms import (
+    CLASSIFIER,
+    HEADS,
+    NAMES,
+    Form,
+    HeadForm,
+    names_in_transformers,
+)
 from mcore_qwen3vl.converters.storage.staging import write_durably
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json, refuse_links_out, refuse_special_files
@@ -125,12 +132,14 @@ def write_form(folder: Path, form: Form) -> None:
 def read_form(folder: Path) -> Form:
     """Return the form that the record in `folder` states; without a record, transformers' own.
 
+    Its names depend on whether the config beside it has a vision tower.
+
     Raises:
         BadInput: the record is damaged.
     """
     file = folder / FORM_FILE
     if not file.is_file():
-        return Form()
+        return Form(names_in_transformers(has_vision=states_vision(folder)))
     try:
         content = parse_json(file.read_bytes())
         kind, labels, bias = content["head"], content["labels"], content["bias"]
@@ -158,9 +167,15 @@ _PROCESSOR = {
 
 
 def lacking_processor_note(folder: Path) -> str | None:
-    """Return a sentence on what `folder` lacks to prepare data, and the remedy; None if nothing."""
+    """Return a sentence on what `folder` lacks to prepare data, and the remedy; None if nothing.
+
+    Raises:
+        BadInput: its config cannot be read.
+    """
     lacking: dict[str, tuple[str, ...]] = {}
-    for what, choices in _PROCESSOR.items():
+    needed = _PROCESSOR.keys() if states_vision(folder) else ("tokenizer", "chat template")
+    for what in needed:
+        choices = _PROCESSOR[what]
         there = any(all((folder / name).is_file() for name in files) for files in choices)
         if what == "chat template":
             configs = (folder / "tokenizer_config.json", folder / "processor_config.json")

@@ -50,6 +50,10 @@ class Names:
                 return here + name.removeprefix(current)
         return name
 
+    def store[Value](self, values: Mapping[str, Value]) -> dict[str, Value]:
+        """Return `values`, under the table's names, under those of this form."""
+        return {self.stored_name(name): value for name, value in values.items()}
+
     def current_name(self, name: str) -> str:
         """Return what the table calls the tensor that this form calls `name`."""
         for current, here in self.parts:
@@ -122,6 +126,13 @@ COSMOS_NEW = replace(
         (".self_attn.k_norm.", ".self_attn.norm_k."),
     ),
 )
+
+
+def names_in_transformers(*, has_vision: bool) -> Names:
+    """Return how transformers' class of a model calls its tensors."""
+    return CURRENT if has_vision else TEXT_ONLY
+
+
 NAMES = {names.key: names for names in (CURRENT, BASE, OLD, TEXT_ONLY, COSMOS, COSMOS_NEW)}
 
 LANGUAGE_MODEL, TIED_COPY, HEADLESS, CLASSIFIER = "language model", "tied copy", "none", "score"

@@ -115,6 +115,10 @@ def tiny(
     ] = "qwen3-vl",
     moe: Annotated[bool, typer.Option("--moe", help="Mixture of experts, not dense.")] = False,
     tie: Annotated[bool, typer.Option("--tie", help="Tie embedding and head.")] = False,
+    text_only: Annotated[
+        bool,
+        typer.Option("--text-only", help="The language model alone, without a tower; of qwen3.5."),
+    ] = False,
     servable: Annotated[
         bool, typer.Option("--servable", help="Sizes that vLLM takes on the CPU: heads of 64.")
     ] = False,
@@ -138,10 +142,17 @@ def tiny(
     vocabulary = TINY if real_vocab is None else read_vocabulary(real_vocab)
     with new_folder(path) as partial:
         write_tiny_checkpoint(
-            partial, family=family, moe=moe, tie=tie, seed=seed, text=text, vocabulary=vocabulary
+            partial,
+            family=family,
+            moe=moe,
+            tie=tie,
+            text_only=text_only,
+            seed=seed,
+            text=text,
+            vocabulary=vocabulary,
         )
     kind = "MoE" if moe else "dense"
-    written = {"out": path, "family": family, "kind": kind, "seed": seed}
+    written = {"out": path, "family": family, "kind": kind, "text_only": text_only, "seed": seed}
     name = Architecture.from_hf(path).kind
     console.present(json, written, console.say, f"wrote a tiny {name} to {path}")
 

@@ -15,7 +15,7 @@ from jinja2.ext import loopcontrols
 from jinja2.meta import find_undeclared_variables
 from packaging.version import Version
 
-from mcore_qwen3vl.config import Architecture, read_config_file
+from mcore_qwen3vl.config import Architecture, states_vision
 from mcore_qwen3vl.converters.hf.companions import require_processor
 from mcore_qwen3vl.converters.hf.config_file import dumps
 from mcore_qwen3vl.converters.identify import PathKind, identify, resolve
@@ -33,6 +33,8 @@ _FILES = {
     "video_processor": ("video_preprocessor_config.json", "preprocessor_config.json"),
 }
 """The files that transformers looks for if processor_config.json lacks a section, in order."""
+
+_OF_MEDIA = ("preprocessor_config.json", "video_preprocessor_config.json")
 
 _CLASSES = {"image_processor": "Qwen2VLImageProcessor", "video_processor": "Qwen3VLVideoProcessor"}
 """The classes whose counts and pixels are reproduced; older names end in ``Fast``."""
@@ -76,6 +78,10 @@ def load_processor(checkpoint: str | Path) -> Any:
         checkpoint: a Hugging Face directory, a Megatron-Core one with its ``hf/`` folder, or a hub
             id, of which no weights are fetched.
 
+    Returns:
+        A ``Qwen3VLProcessor``. That of a language model alone has the checkpoint's tokenizer and
+        chat template, and :func:`takes_media` says that it takes no images.
+
     Raises:
         BadInput: the directory lacks one of the processor's files; a setting would give pixels that
             are not finite, or is not supported; the tokenizer has a token for which the model's
@@ -92,12 +98,11 @@ def load_processor(checkpoint: str | Path) -> Any:
     place = identify(resolve(checkpoint, weights=False))
     checkpoint = place.config() if place.kind is PathKind.MEGATRON else place.path
     require_processor(checkpoint)
-    if (checkpoint / "config.json").is_file():
-        read_config_file(checkpoint)  # refuses what transformers, which reads it too, would not
+    # Reading the config refuses what transformers, which reads it too, would not.
+    has_vision = states_vision(checkpoint)
+    load = AutoProcessor.from_pretrained if has_vision else _processor_of_text
     try:
-        processor = AutoProcessor.from_pretrained(
-            checkpoint, local_files_only=True, trust_remote_code=False
-        )
+        processor = load(checkpoint, local_files_only=True, trust_remote_code=False)
     # transformers raises OSError, ValueError, KeyError and more for files that are missing.
     except Exception as error:
         raise BadInput(
@@ -105,7 +110,7 @@ def load_processor(checkpoint: str | Path) -> Any:
             "tokenizer, the processor configs and chat_template.jinja from the model's repository."
         ) from error
     _require_embedding_rows(processor.tokenizer, checkpoint)
-    for section, (where, _) in _read_sections(checkpoint).items():
+    for section, (where, _) in _read_sections(checkpoint).items() if has_vision else ():
         _check_settings(section, getattr(processor, section), f"{checkpoint}: {where}")
     videos = processor.video_processor
     if getattr(videos, "cap_pixels_per_frame", False) is None:
@@ -114,6 +119,38 @@ def load_processor(checkpoint: str | Path) -> Any:
     if processor.chat_template:
         _require_template_ends(processor)
     return processor
+
+
+_NO_MEDIA = "of_language_model_alone"
+
+
+def _processor_of_text(checkpoint: Path, **options: Any) -> Any:
+    """Return a processor around a checkpoint's tokenizer; it has transformers' media processors.
+
+    So one code reads records for models with and without a vision tower, and the template is
+    rendered in the same way. Nothing asks the media processors of this one for anything.
+    """
+    from transformers import (
+        AutoTokenizer,
+        Qwen2VLImageProcessor,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+    )
+
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, **options)
+    processor = Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(),
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(),
+        chat_template=tokenizer.chat_template,
+    )
+    setattr(processor, _NO_MEDIA, True)
+    return processor
+
+
+def takes_media(processor: Any) -> bool:
+    """Return whether a processor's model sees images and videos."""
+    return not getattr(processor, _NO_MEDIA, False)
 
 
 _TEMPLATE_SECONDS = 10.0
@@ -185,12 +222,16 @@ def _read_sections(folder: Path) -> dict[str, tuple[str, Mapping[str, Any]]]:
 
 def unused_of_processor(folder: Path) -> list[Unused]:
     """Return what nothing uses of a processor's configs; raise BadInput if one cannot be read."""
+    if not states_vision(folder):
+        why = "a language model alone takes no images or videos"
+        there = [name for name in _OF_MEDIA if (folder / name).is_file()]
+        return [Unused(name, "all of it", why) for name in there]
     sections = _read_sections(folder)
     read = {where for where, _ in sections.values()}
     unused = Fields(
         _NESTED, used=(*_FILES, "chat_template"), inert=_INERT, reasons=_REASONS
     ).unused(read_object_or_empty(folder / _NESTED))
-    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+    for name in _OF_MEDIA:
         if (folder / name).is_file() and name not in read:
             unused.append(Unused(name, "all of it", f"{_NESTED} is read in its place"))
     for section, (where, fields) in sections.items():
@@ -265,7 +306,12 @@ def _check_settings(section: str, processor: Any, where: str) -> None:
 def require_fitting(processor: Any, architecture: Architecture) -> None:
     """Raise BadInput if the processor cuts images into other patches than the model takes."""
     vision = architecture.vision
-    for section in _FILES:
+    if architecture.has_vision != takes_media(processor):
+        raise BadInput(
+            "The processor is that of a language model alone, and the model has a vision tower, or "
+            "the other way round. Use the processor that belongs to this checkpoint."
+        )
+    for section in _FILES if architecture.has_vision else ():
         for name, needed in (
             ("patch_size", vision.patch_size),
             ("temporal_patch_size", vision.temporal_patch_size),
@@ -289,6 +335,8 @@ def configs_with_budgets(folder: Path, limits: MediaLimits) -> dict[str, bytes]:
     if limits == MediaLimits():
         return {}
     processor = load_processor(folder)
+    if not takes_media(processor):
+        return {}
     usual = {section: getattr(processor, section).to_dict() for section in _FILES}
     limits.apply(processor)
     files: dict[str, dict[str, Any]] = {}

@@ -170,7 +170,7 @@ class Qwen3VLModel(GPTModel):
             )
         if recompute_vision is None:
             recompute_vision = config.recompute_granularity == "full"
-        if pre_process:
+        if pre_process and architecture.has_vision:
             self.visual = VisionTower(
                 architecture,
                 config,
@@ -414,12 +414,16 @@ class Qwen3VLModel(GPTModel):
         if visual is None and not torch.is_grad_enabled():  # the tower would run only for gradients
             nothing = embeddings.new_empty(self._deepstack_in, 0, embeddings.shape[-1])
             return embeddings, nothing if rows is None else rows.flatten(0, 1)[None]
-        features, deepstack = self.visual(visual)
-        if following is not None and rows is not None:
-            rows = fuse(rows, features, following[1]).flatten(0, 1)[None]
-        elif deepstack:
-            rows = torch.stack([plan.select(layer) for layer in deepstack])
-        hidden = fuse(embeddings, features, plan)
+        hidden = embeddings
+        if not self.architecture.has_vision:
+            rows = None if rows is None else rows.flatten(0, 1)[None]
+        else:
+            features, deepstack = self.visual(visual)
+            if following is not None and rows is not None:
+                rows = fuse(rows, features, following[1]).flatten(0, 1)[None]
+            elif deepstack:
+                rows = torch.stack([plan.select(layer) for layer in deepstack])
+            hidden = fuse(embeddings, features, plan)
         if torch.is_grad_enabled() and not hidden.requires_grad:
             # A recomputed region gets no gradients at all if none of its inputs requires one.
             hidden.requires_grad_()

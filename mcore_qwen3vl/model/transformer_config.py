@@ -55,7 +55,6 @@ def transformer_config(
     """
     _check_spec(spec, overrides)
     _check_graphs(overrides)
-    architecture.require_vision()
     if not overrides.get("qk_layernorm", True):
         raise BadInput(
             "qk_layernorm is False: the model would have no norms of queries and keys, which the "

@@ -368,14 +368,15 @@ def _with_made_up_data(command: Command, model: Path, folder: Path) -> Command:
             "it, or give --data-path."
         )
     tokens, side = sample_size(command)
-    images = max(round(tokens / 2 / side**2), 1)
     config = _config_file(model)
+    architecture = Architecture.from_hf(config)
+    images = max(round(tokens / 2 / side**2), 1) if architecture.has_vision else 0
     write_stand_in(config, folder / "model")
     if source := source_of(command.settings):
         second = identify(resolve(source.path, weights=False)).config()
         write_stand_in(_config_file(second), folder / "second")
         command = command.plus(source.flag, folder / "second")  # the last flag of a name wins
-    vision = Architecture.from_hf(config).vision
+    vision = architecture.vision
     file = write_half_images(
         folder / "data",
         # A pack holds samples of one epoch, so each rank has enough of them for two.
@@ -389,8 +390,8 @@ def _with_made_up_data(command: Command, model: Path, folder: Path) -> Command:
     if (temperature := settings.loss.teacher_temperature) is not None:
         write_made_up_teacher(file, folder / "model", settings, temperature)
     return command.plus("--hf-model", folder / "model", "--data-path", file).with_note(
-        f"made-up data: samples of {tokens} tokens, with {images} image{'s' * (images > 1)} of "
-        f"{side} x {side} tokens each"
+        f"made-up data: samples of {tokens} tokens"
+        + f", with {images} image{'s' * (images > 1)} of {side} x {side} tokens each" * bool(images)
     )
 
 

@@ -206,7 +206,8 @@ def modelled_work(command: Command, architecture: Architecture) -> list[RankWork
     again = settings.compute.recompute_granularity == "full"
     tokens = settings.data.seq_length * settings.data.micro_batch_size
     merge = architecture.vision.spatial_merge_size**2
-    patches = tokens / 2 * merge  # half of the tokens are visual
+    # Half of the tokens are visual.
+    patches = tokens / 2 * merge if architecture.has_vision else 0.0
     divided, parts = layout.tp * layout.cp, layout.pp * layout.vpp
     mtp = bool(settings.loop.mtp_num_layers)
     products = flops.language(architecture, tokens, 0, mtp=mtp) / parts

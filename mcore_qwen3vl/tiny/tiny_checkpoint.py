@@ -23,6 +23,8 @@ from mcore_qwen3vl.config import (
     MODEL_TYPES,
     ExpertLayout,
     declared_expert_layout,
+    family_of,
+    text_section,
     without_gpu_kernels,
 )
 from mcore_qwen3vl.errors import BadInput
@@ -161,6 +163,13 @@ def write_processor(
     processor.save_pretrained(path)
 
 
+def write_tokenizer(path: Path, vocabulary: Vocabulary = TINY) -> None:
+    """Save a ``Qwen2Tokenizer`` with the chat template: all that a language model alone has."""
+    tokenizer = vocabulary.make_tokenizer()
+    tokenizer.chat_template = chat_template()
+    tokenizer.save_pretrained(path)
+
+
 def chat_template() -> str:
     """Return the chat template: ChatML turns, with a bracketed placeholder token for media."""
     return files(__package__).joinpath("chat_template.jinja").read_text(encoding="utf-8")
@@ -277,12 +286,19 @@ def tiny_config(
     family: FamilyName = "qwen3-vl",
     moe: bool = False,
     tie: bool = False,
+    text_only: bool = False,
     dtype: str = "float32",
     text: dict[str, Any] | None = None,
     vision: dict[str, Any] | None = None,
     vocabulary: Vocabulary = TINY,
 ) -> dict[str, Any]:
-    """Make a ``config.json`` in the published form, with overrides."""
+    """Make a ``config.json`` in the published form, with overrides.
+
+    Raises:
+        BadInput: transformers has no class for this family's language model alone.
+    """
+    if text_only and family != "qwen3.5":
+        raise BadInput("Qwen3-VL's language model alone has no class in transformers: qwen3.5 has.")
     hybrid = family == "qwen3.5"
     model_type = f"{'qwen3_5' if hybrid else 'qwen3_vl'}{'_moe' if moe else ''}"
     special = vocabulary.special
@@ -299,11 +315,14 @@ def tiny_config(
     }
     if not moe:  # published text configs repeat the flag if dense, but not if MoE
         text_config["tie_word_embeddings"] = tie
+    if text_only:
+        alone = MODEL_TYPES[text_config["model_type"]].model_class
+        return deepcopy({**text_config, "architectures": [alone], "tie_word_embeddings": tie})
     vision_config = {**VISION, "out_hidden_size": text_config["hidden_size"]}
     vision_config |= {"deepstack_visual_indexes": []} if hybrid else {}
     vision_config |= vision or {}
     config = {
-        "architectures": [f"{MODEL_TYPES[model_type].name}ForConditionalGeneration"],
+        "architectures": [MODEL_TYPES[model_type].model_class],
         "model_type": model_type,
         "text_config": text_config,
         "tie_word_embeddings": tie,
@@ -330,6 +349,7 @@ def write_tiny_checkpoint(
     family: FamilyName = "qwen3-vl",
     moe: bool = False,
     tie: bool = False,
+    text_only: bool = False,
     layout: ExpertLayout = "published",
     dtype: str = "float32",
     max_shard_size: str = "5GB",
@@ -342,6 +362,7 @@ def write_tiny_checkpoint(
 
     Args:
         tie: whether to tie the head to the embedding, so that no ``lm_head.weight`` is stored.
+        text_only: whether to write the language model alone, without a vision tower.
         family: ``qwen3.5`` has layers that predict a further token (``mtp.*``), and
             `FLOAT32` weights in float32, as published.
         layout: ``published`` writes experts and config as they are published, which for Qwen3-VL
@@ -357,6 +378,7 @@ def write_tiny_checkpoint(
         family=family,
         moe=moe,
         tie=tie,
+        text_only=text_only,
         dtype=dtype,
         text=text,
         vision=vision,
@@ -368,7 +390,10 @@ def write_tiny_checkpoint(
         model.save_pretrained(path, max_shard_size=max_shard_size)
     else:
         _save_published(model, config, path, max_shard_size)
-    write_processor(path, config["vision_config"], vocabulary)
+    if text_only:
+        write_tokenizer(path, vocabulary)
+    else:
+        write_processor(path, config["vision_config"], vocabulary)
     return path
 
 
@@ -376,13 +401,14 @@ def _random_model(config: dict[str, Any], dtype: torch.dtype, seed: int) -> Any:
     """Make Hugging Face's model with random values; those of `FLOAT32` are in float32."""
     import transformers
 
-    name = config["architectures"][0]
-    config_class = getattr(transformers, name.replace("ForConditionalGeneration", "Config"))
+    family, text = family_of(config), text_section(config)
+    config_class = getattr(transformers, family.config_class)
     hf_config = config_class.from_dict(json.loads(json.dumps(config)))
     with torch.device("meta"), without_gpu_kernels():
-        model = getattr(transformers, name)(hf_config).to(dtype)
-        if layers := config["text_config"].get("mtp_num_hidden_layers"):
-            model.mtp = _make_mtp(model.model.language_model.layers, hf_config.text_config, layers)
+        model = getattr(transformers, family.model_class)(hf_config).to(dtype)
+        if layers := text.get("mtp_num_hidden_layers"):
+            decoder = model.model.language_model if family.has_vision else model.model
+            model.mtp = _make_mtp(decoder.layers, hf_config.get_text_config(), layers)
             model.mtp.to(dtype)
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith(FLOAT32):
@@ -390,8 +416,7 @@ def _random_model(config: dict[str, Any], dtype: torch.dtype, seed: int) -> Any:
     model = model.to_empty(device="cpu")
     if config["tie_word_embeddings"]:
         model.tie_weights()
-    _fill_at_random(model, seed, hybrid=MODEL_TYPES[config["model_type"]].hybrid)
-    text = config["text_config"]
+    _fill_at_random(model, seed, hybrid=family.hybrid)
     model.generation_config = transformers.GenerationConfig(
         bos_token_id=text["bos_token_id"],
         eos_token_id=[text["eos_token_id"], text["bos_token_id"]],
@@ -471,7 +496,7 @@ def write_random_weights(config: Path, out: Path, *, layers: int | None = None) 
         layers: decoder layers, if not all of them.
     """
     fields: dict[str, Any] = json.loads(config.read_text("utf-8"))
-    text = fields["text_config"]
+    text = text_section(fields)
     _set_layers(text, layers or text["num_hidden_layers"])
     model = _random_model(deepcopy(fields), torch.bfloat16, seed=0)
     with torch.no_grad():
@@ -489,10 +514,16 @@ def write_stand_in(
     They are for runs whose results do not matter, such as those on the simulated GPU.
     """
     fields: dict[str, Any] = json.loads(config.read_text("utf-8"))
-    text, vision = fields["text_config"], fields["vision_config"]
+    text, has_vision = text_section(fields), family_of(fields).has_vision
+    _set_layers(text, layers or text["num_hidden_layers"])
+    if not has_vision:
+        out.mkdir(parents=True)
+        (out / "config.json").write_text(json.dumps(fields, indent=1), "utf-8")
+        write_tokenizer(out)
+        return
+    vision = fields["vision_config"]
     for name, token in _TOKENS.items():
         fields[name] = TINY.special[token]  # nothing else in the vocabulary matters
-    _set_layers(text, layers or text["num_hidden_layers"])
     if vision_blocks is not None:
         vision["depth"] = vision_blocks
         vision["deepstack_visual_indexes"] = list(range(len(vision["deepstack_visual_indexes"])))

@@ -234,11 +234,13 @@ def hf_curve(
 
     `optimizer_of` takes the trained parameters, by name.
     """
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
-    processor = AutoProcessor.from_pretrained(job.checkpoint)
+    processor = AutoProcessor.from_pretrained(job.checkpoint)  # a tokenizer, if there is no tower
+    has_vision = Architecture.from_hf(job.checkpoint).has_vision
+    auto = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
     with without_gpu_kernels():
-        model = AutoModelForImageTextToText.from_pretrained(job.checkpoint, dtype=torch.float32)
+        model = auto.from_pretrained(job.checkpoint, dtype=torch.float32)
     if job.lora is not None:
         model = with_adapter(model, job.lora)
     model.train()
@@ -284,7 +286,8 @@ def encode_conversation(
     tokens = inputs["input_ids"][0]
     labels = tokens.clone()
     labels[: prompt["input_ids"].shape[1]] = -100
-    end = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    tokenizer = getattr(processor, "tokenizer", processor)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     labels[int((tokens == end).nonzero()[-1]) + 1 :] = -100  # what follows the last turn
     return dict(inputs), labels
 

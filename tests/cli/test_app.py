@@ -21,7 +21,6 @@ from mcore_qwen3vl.demos import DemoStep
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa
 from tests.command import exit_code, without_version
-from tests.converters.forms import language_model_alone
 
 
 @pytest.fixture(scope="module")
@@ -142,17 +141,6 @@ def test_a_misspelt_flag_of_a_rehearsal_is_refused_without_torch():
     # With a Megatron whose flags may be others than those listed, its own parser decides.
     untested = without_version(done.stderr) != done.stderr
     assert (done.stdout, done.stderr.count("--frooze")) == (f"2 {untested}\n", 1)
-
-
-@pytest.mark.parametrize("command", [("generate", "--prompt", "hi"), ("verify", "parity")])
-def test_a_language_model_alone_is_not_run(command, hybrid, tmp_path, capsys):
-    language_model_alone(hybrid, tmp_path / "alone")
-    (tmp_path / "alone" / "generation_config.json").unlink(missing_ok=True)
-    words = [*command[:1], tmp_path / "alone", *command[1:], "--cpu"]
-    if command[0] == "verify":
-        words = [*command, tmp_path / "alone"]
-    assert exit_code(*words) == 2
-    assert "a language model alone, without a vision tower" in capsys.readouterr().err
 
 
 def test_version_and_short_help(capsys):

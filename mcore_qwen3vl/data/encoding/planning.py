@@ -39,7 +39,7 @@ from torch import Tensor
 from transformers.video_utils import VideoMetadata
 
 from mcore_qwen3vl.data.config import DataConfig
-from mcore_qwen3vl.data.processor import template_variables
+from mcore_qwen3vl.data.processor import takes_media, template_variables
 from mcore_qwen3vl.data.records.media import Media, image_size
 from mcore_qwen3vl.data.records.parse import MESSAGE, Conversation, Document
 from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample
@@ -521,6 +521,12 @@ class Planner:
             raise OverlongSample(
                 f"{characters:,} characters are more than seq_length {self._config.seq_length} "
                 "tokens can hold."
+            )
+        if rendered.media and not takes_media(self._processor):
+            media = rendered.media[0]
+            raise BadSample(
+                f"it has the {media.kind} {media.name}, and the model is a language model alone, "
+                "without a vision tower."
             )
         self._check_placeholders(rendered)
         measured = [self._measure(media) for media in rendered.media]

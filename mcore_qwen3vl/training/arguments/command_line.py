@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cache, cached_property
 from operator import attrgetter
@@ -22,7 +22,9 @@ from packaging.version import Version
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.identify import identify, resolve
+from mcore_qwen3vl.data.config import MediaLimits
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.flags import flag_of
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.machine import version_of
 from mcore_qwen3vl.training.arguments.schedule import growing_batches
@@ -88,6 +90,11 @@ _ACTS_WITH = {
     "--lr-warmup-init": ("schedule.has_warmup", "it acts with a warm-up"),
 }
 """Flags that do nothing without another one: its setting, and the reason."""
+_ABOUT_VISION = (
+    *(flag_of(limit.name) for limit in fields(MediaLimits)),
+    *("--max-decoded-pixels", "--vision-lr-mult", "--aligner-lr-mult", "--recompute-vision"),
+)
+"""Flags that do nothing in a run of a language model alone."""
 _SIMILAR = 0.75  # of 1; a less similar flag is rarely the one meant
 
 
@@ -191,6 +198,8 @@ class CommandLine:
         dense = self.settings.model.hf_model and not self.architecture.is_moe
         about_experts = [flag for flag in flags if dense and flag.startswith("--moe-")]
         without = dict.fromkeys(about_experts, "the model has no experts")
+        if self.settings.model.hf_model and not self.architecture.has_vision:
+            without |= dict.fromkeys(_ABOUT_VISION, "the model has no vision tower")
         reasons = {**sorting.no_effect, **alone, **without}
         known = {*_parser()._option_string_actions, *(sorting.known if sorting.complete else flags)}
         owner = Fields(COMMAND_LINE, known - reasons.keys(), reasons=reasons)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mcore_qwen3vl.config import Architecture, read_config_file
+from mcore_qwen3vl.config import Architecture, read_config_file, states_vision
 from mcore_qwen3vl.converters.hf.companions import copy_companions, write_form
 from mcore_qwen3vl.converters.hf.config_file import Changes, dtype_to_state
 from mcore_qwen3vl.converters.hf.shards import TensorSpec
@@ -44,7 +44,7 @@ from mcore_qwen3vl.converters.identify import (
     refuse_special_parts,
 )
 from mcore_qwen3vl.converters.mapping.dialects import HYBRID_NORM, LANGUAGE, dialect_of
-from mcore_qwen3vl.converters.mapping.forms import Form, head_of
+from mcore_qwen3vl.converters.mapping.forms import Form, head_of, names_in_transformers
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING
 from mcore_qwen3vl.converters.megatron_checkpoint import FileRange, format_of
 from mcore_qwen3vl.converters.storage.archive import torch_refusal_error
@@ -273,7 +273,8 @@ def save_companions(settings: Settings) -> None:
             held = TensorSpec(getattr(torch, settings.compute.params_dtype), (1,))
             dtype = dtype_to_state(read_config_file(source), [held])
         copy_companions(source, partial, Changes(dtype=dtype, labels=labels, files=files))
-        write_form(partial, Form(head=head_of(labels)))
+        names = names_in_transformers(has_vision=states_vision(source))
+        write_form(partial, Form(names, head_of(labels)))
         if folder.exists():
             _move_away(folder, partial)
 

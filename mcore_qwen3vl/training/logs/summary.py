@@ -81,7 +81,9 @@ def summary(
 def _model_text(path: str | Path, a: Architecture) -> str:
     size = _count_text(parameters.total(a))
     kind = f"MoE, {a.num_experts} experts" if a.is_moe else "dense"
-    layers = f"{a.num_hidden_layers} decoder layers, {a.vision.depth} vision blocks"
+    layers = f"{a.num_hidden_layers} decoder layers"
+    if a.has_vision:
+        layers += f", {a.vision.depth} vision blocks"
     return f"{a.brand} of {size} parameters ({kind}; {layers}), {path}"
 
 
@@ -250,7 +252,7 @@ def _writes_text(settings: Settings, a: Architecture) -> str:
         for name, value in asdict(settings.data.media).items()
         if value is not None
     ]
-    if budgets and (save or model.save_hf):
+    if budgets and a.has_vision and (save or model.save_hf):
         of_adapter = "; an adapter has no processor" if trains_adapter else ""
         writes.append(f"the processor beside them has {', '.join(budgets)}{of_adapter}")
     # A config alone is a shape.

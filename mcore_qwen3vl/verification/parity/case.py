@@ -301,7 +301,7 @@ class BatchRecipe(NamedTuple):
 
     Micro-batches are separated by ``;`` and their samples by ``|``. The words of a sample are a
     number of text tokens, the rows and columns of an image in merged features, or the frames, rows
-    and columns of a video.
+    and columns of a video. A language model alone gets as many tokens of text for these.
     """
 
     form: Form
@@ -370,7 +370,8 @@ def build_batch(name: str, architecture: Architecture, *, multiple: int = 8) -> 
     recipe = RECIPES[name]
     maker = _SampleMaker(architecture, random.Random(zlib.crc32(name.encode())))
     described = [
-        [_parse_pieces(s) for s in micro.split("|")] for micro in recipe.samples.split(";")
+        [maker.readable(_parse_pieces(s)) for s in micro.split("|")]
+        for micro in recipe.samples.split(";")
     ]
     lengths = [[maker.token_count(pieces) for pieces in micro] for micro in described]
     if not recipe.form.startswith("padded"):
@@ -423,6 +424,12 @@ class _SampleMaker:
             architecture.vision_start_token_id,
             architecture.vision_end_token_id,
         }
+
+    def readable(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Return the pieces of a sample, text in place of all others if there is no tower."""
+        if self.architecture.has_vision:
+            return list(pieces)
+        return [self.token_count([piece]) for piece in pieces]
 
     def token_count(self, pieces: Sequence[Piece]) -> int:
         """Return the tokens of a sample before it is lengthened."""

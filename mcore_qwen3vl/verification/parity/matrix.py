@@ -51,6 +51,10 @@ MODELS: dict[str, dict[str, Any]] = {
     # Its head is tied, and the part of each head that is rotated has a scaled rope.
     "qwen3.5-tied": {"family": "qwen3.5", "tie": True, "text": HYBRID_YARN},
     "qwen3.5-moe": {"family": "qwen3.5", "moe": True},
+    # Without a vision tower. Its batches have text in place of images and videos.
+    "qwen3.5-text": {"family": "qwen3.5", "text_only": True},
+    "qwen3.5-text-tied": {"family": "qwen3.5", "text_only": True, "tie": True},
+    "qwen3.5-text-moe": {"family": "qwen3.5", "text_only": True, "moe": True},
 }
 """The arguments of :func:`write_tiny_checkpoint` for each model."""
 
@@ -276,6 +280,15 @@ MATRIX: tuple[MatrixRow, ...] = (
     row("qwen3.5-moe", "cp2xep2", "video", "packed", "padded", **FP64),
     row("qwen3.5-moe", "pp2xep2xdp2", "imageless", "packed", **OVERLAPPED),
     row("qwen3.5-moe", "ep2xdp2", "mixed", "packed", **EXPERTS),
+    row("qwen3.5-text", "single", "mixed", "padded-left", "packed", "ragged"),
+    row("qwen3.5-text", "tp2+sp", "mixed", "packed", **recompute_uniform(1)),
+    row("qwen3.5-text", "tp2xcp2+sp", "packed", "padded", **FP64),
+    row("qwen3.5-text-tied", "pp2xvpp2xdp2", "ragged", "packed", **OVERLAPPED),
+    row("qwen3.5-text-moe", "single", "mixed", "packed", **FP64),
+    row("qwen3.5-text-moe", "cp2xep2", "packed", "padded", **FP64),
+    row("qwen3.5-text-moe", "tp2xep2+sp", "padded", "packed", **ROUTERS),
+    row("qwen3.5-text-moe", "pp2xep2xdp2", "ragged", "packed", **OVERLAPPED),
+    row("qwen3.5-text-moe", "ep2xdp2", "packed", **EXPERTS),
     row("moe-mixed", "ep2xdp2", "mixed", "packed", **EXPERTS),
     row("moe-mixed", "pp2xep2xdp2", "images", "padded"),
     row("dense", "tp2+sp", "mixed", **recompute_uniform(1)),
@@ -357,6 +370,8 @@ LORA_MATRIX: tuple[MatrixRow, ...] = (
     row("qwen3.5", "tp2xcp2+sp", "packed", lora="hybrid"),
     row("qwen3.5-moe", "single", "packed", lora="hybrid experts"),
     row("qwen3.5-moe", "tp2xep2+sp", "mixed", "packed", lora="hybrid experts"),
+    row("qwen3.5-text", "tp2xcp2+sp", "packed", lora="hybrid"),
+    row("qwen3.5-text-moe", "cp2xep2", "packed", lora="hybrid experts"),
 )
 """Different things can go wrong in each row. Together, the rows combine every rule of
 ``mcore_qwen3vl.model.lora_modules`` and every kind of target with every kind of parallelism."""

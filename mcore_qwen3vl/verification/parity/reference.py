@@ -21,11 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_qwen3vl.config import Architecture, without_gpu_kernels
+from mcore_qwen3vl.config import Architecture, family_of, read_config_file, without_gpu_kernels
 from mcore_qwen3vl.converters.adapters.adapter import read_adapter
 from mcore_qwen3vl.converters.adapters.config import PREFIX, lora_layers
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.identify import identify
+from mcore_qwen3vl.converters.mapping.forms import CURRENT, Names, names_in_transformers
 from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.converters.offline.engine import nonfinite_notes
 from mcore_qwen3vl.converters.storage.archive import as_bytes
@@ -142,9 +143,9 @@ class _Kept(NamedTuple):
 class Reference:
     """Hugging Face's model on one process; with an adapter, PEFT's, which alone has gradients.
 
-    `network` has the checkpoint's names of modules; PEFT's wrappers are in place of adapted ones.
-    `trained` has the parameters with a gradient, by the names used in comparisons: factors are
-    ``PARAMETER.lora_A`` and ``.lora_B``.
+    `network` has transformers' names of modules, which `names` tells from ours; PEFT's wrappers are
+    in place of adapted ones. `trained` has the parameters with a gradient, by the names used in
+    comparisons: factors are ``PARAMETER.lora_A`` and ``.lora_B``.
 
     Args:
         adapter: PEFT adapter directory; None: the whole model has gradients.
@@ -162,9 +163,9 @@ class Reference:
 
         HuggingFaceCheckpoint(path).form.require_transformers(path)
         self.architecture = Architecture.from_hf(path)
-        name = f"{self.architecture.family}ForConditionalGeneration"
+        self.names = names_in_transformers(has_vision=self.architecture.has_vision)
         with without_gpu_kernels():
-            model_class = getattr(transformers, name)
+            model_class = getattr(transformers, family_of(read_config_file(path)).model_class)
         self.dtype = dtype
         with computing_in(dtype):
             self.network: Any = model_class.from_pretrained(
@@ -175,12 +176,12 @@ class Reference:
         for note in nonfinite_notes([{"nonfinite": nonfinite}]):
             raise BadInput(f"{path}: {note} What a model computes with them cannot be compared.")
         self.model = self.network
-        self.trained = dict(self.network.named_parameters())
+        self.trained = {self.names.current_name(n): p for n, p in self.network.named_parameters()}
         if adapter is not None:
             self.model = with_adapter(self.network, adapter)
             if dtype == torch.float64:
                 self.model.double()
-            self.trained = trained_parameters(self.model)
+            self.trained = trained_parameters(self.model, self.names)
         self.model.eval()
 
     def compute_expected(
@@ -289,11 +290,9 @@ class Reference:
         # 1 at placeholders of images, 2 at those of videos.
         kinds = (ids == self.architecture.image_token_id).int()
         kinds += 2 * (ids == self.architecture.video_token_id).int()
-        inputs = {
-            "input_ids": ids[None],
-            "mm_token_type_ids": kinds[None],
-            **media_arguments(sample),
-        }
+        inputs = {"input_ids": ids[None], **media_arguments(sample)}
+        if self.architecture.has_vision:
+            inputs["mm_token_type_ids"] = kinds[None]
         more = {"output_router_logits": True} if self.architecture.is_moe else {}
         return self.model(**inputs, use_cache=False, **more)
 
@@ -314,18 +313,21 @@ def with_adapter(model: Any, adapter: Path) -> Any:
         return PeftModel.from_pretrained(model, adapter, is_trainable=True)
 
 
-def trained_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
-    """Return what trains in PEFT's model: ``PARAMETER.lora_A`` and ``.lora_B``, and the rest."""
+def trained_parameters(model: Any, names: Names = CURRENT) -> dict[str, torch.nn.Parameter]:
+    """Return what trains in PEFT's model: ``PARAMETER.lora_A`` and ``.lora_B``, and the rest.
+
+    `names` tells our names of parameters from the model's.
+    """
     trained: dict[str, torch.nn.Parameter] = {
         f"{name}.{factor}": getattr(layer, factor)["default"].weight
-        for _, name, layer in lora_layers(model)
+        for _, name, layer in lora_layers(model, names)
         for factor in ("lora_A", "lora_B")
     }
     factors = set(trained.values())
     for path, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in factors:
             name = path.removeprefix(PREFIX).replace(".modules_to_save.default", "")
-            trained[name] = parameter
+            trained[names.current_name(name)] = parameter
     return trained
 
 
@@ -358,7 +360,6 @@ class ReferenceCheckpoint:
         self.path = Path(path)
         identify(self.path).require_huggingface()
         self.architecture = Architecture.from_hf(self.path)
-        self.architecture.require_vision()
         self.adapter = None if lora is None else read_adapter(lora, self.path)
         self.lora = None if lora is None else Path(lora)
         self._on_pass = on_pass

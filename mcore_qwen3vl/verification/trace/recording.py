@@ -60,7 +60,8 @@ class ProbePoint:
 
 def probe_points(architecture: Architecture) -> list[ProbePoint]:
     """Return all probe points of a model, in the order of the data."""
-    return [*_vision_points(architecture), *_text_points(architecture)]
+    vision = _vision_points(architecture) if architecture.has_vision else ()
+    return [*vision, *_text_points(architecture)]
 
 
 def cosine_and_sine(tables: tuple[Tensor, Tensor]) -> Tensor:
@@ -219,7 +220,7 @@ def record_reference(
 
     with ExitStack() as stack:
         for point in points:
-            module = reference.network.get_submodule(point.module)
+            module = reference.network.get_submodule(reference.names.stored_name(point.module))
             hook = module.register_forward_hook(partial(keep_value, point), with_kwargs=True)
             stack.callback(hook.remove)
         expected = reference.compute_expected(batch, gradients=gradients)

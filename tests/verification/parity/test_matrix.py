@@ -45,6 +45,8 @@ FAST: dict[str, tuple[str, ...]] = {
     "qwen3.5 tp2": ("mixed", "padded-left"),
     "qwen3.5-tied cp2 fp64": ("packed",),
     "qwen3.5-moe tp2xep2+sp router losses": ("packed",),
+    "qwen3.5-text-tied pp2xvpp2xdp2 distr. opt., overlap": ("packed",),
+    "qwen3.5-text-moe cp2xep2 fp64": ("packed",),
 }
 """Rows with each kind of parallelism, model and option once, on two ranks where they suffice, and
 the batches that they run. The slow tests and `make parity` run all rows with all their batches."""
