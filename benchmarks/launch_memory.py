@@ -35,7 +35,8 @@ SIZES = (
     *("2b", "4b", "8b", "32b", "30b_a3b", "235b_a22b"),
     *("qwen3.5_9b", "qwen3.5_27b", "qwen3.5_35b_a3b"),
 )
-SCRIPTS = [f"{task}_{size}" for size in SIZES for task in ("sft", "pretrain", "lora")] + ["dpo_8b"]
+SCRIPTS = [f"{task}_{size}" for size in SIZES for task in ("sft", "pretrain", "lora")]
+SCRIPTS += ["dpo_8b", "sft_qwen3.8_2.4t_a95b"]
 STEPS, ROLES = "| script | s a step | TFLOP/s | MFU |", "| script | role |"
 WIDTH = 102
 

@@ -19,7 +19,7 @@ from mcore_qwen3vl.published_configs import PUBLISHED
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 TASKS = ("sft", "pretrain", "lora")
-OTHERS = ("dpo_8b",)
+OTHERS = ("dpo_8b", "sft_qwen3.8_2.4t_a95b")
 SCRIPTS = [script for task in TASKS for script in sorted(LAUNCH.glob(f"{task}_*.sh"))]
 SCRIPTS += [LAUNCH / f"{name}.sh" for name in OTHERS]
 
@@ -64,7 +64,8 @@ def config_of(script: Path) -> Path:
 
 
 def test_there_is_a_script_for_every_size_and_task() -> None:
-    sizes = {config.stem for config in PUBLISHED.glob("*.json")} - {"qwen3.5_0.8b"}
+    others = {"qwen3.5_0.8b", "qwen3.8_2.4t_a95b"}
+    sizes = {config.stem for config in PUBLISHED.glob("*.json")} - others
     assert len(sizes) == 9
     every = {f"{task}_{size}" for task in TASKS for size in sizes}
     assert {script.stem for script in LAUNCH.glob("*_*.sh")} == every | {*OTHERS}
