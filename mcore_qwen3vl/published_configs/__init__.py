@@ -5,9 +5,10 @@ is as public source code quotes the published files. That of 35B-A3B quotes Qwen
 that of 27B names all its fields, and those of 0.8B and 9B all sizes; their other fields are the
 27B's. With its mtp.* and its values in float32, 9B has the size that its published index states.
 
-Of Qwen3.8-2.4T-A95B, a language model alone, public issues quote the layers, experts, heads, delta nets
-and the width of an expert. The hidden size, and that its shared expert is as wide as another, follow
-from its 2.4 trillion parameters, of which 95 billion are active. Other fields are the 35B-A3B's.
+Of Qwen3.8-2.4T-A95B, a language model alone, public issues quote the layers, experts, heads, delta
+nets and the width of an expert. The hidden size, and that its shared expert is as wide as another,
+follow from its 2.4 trillion parameters, of which 95 billion are active. Other fields are the
+35B-A3B's.
 """
 
 from __future__ import annotations
