@@ -148,7 +148,8 @@ def test_a_step_whose_records_are_all_unusable_has_no_loss(dense: Path, tmp_path
     log = entries_of(tmp_path)
     assert [entry["lm loss"] is None for entry in log[:3]] == [False, False, True]
     assert log[2]["grad norm"] == 0
-    assert log[3] == {"iteration": 3, "validation lm loss": None}
+    skipped = {"validation skipped samples": 1}
+    assert log[3] == {"iteration": 3, "validation lm loss": None, **skipped}
     written = EventAccumulator(str(events))
     written.Reload()
     assert [event.step for event in written.Scalars("lm loss")] == [1, 2]

@@ -45,6 +45,7 @@ FAST: dict[str, tuple[str, ...]] = {
     "qwen3.5 tp2": ("mixed", "padded-left"),
     "qwen3.5-tied cp2 fp64": ("packed",),
     "qwen3.5-moe tp2xep2+sp router losses": ("packed",),
+    "qwen3.5-text tp2+sp recompute uniform 1": ("mixed",),
     "qwen3.5-text-tied pp2xvpp2xdp2 distr. opt., overlap": ("packed",),
     "qwen3.5-text-moe cp2xep2 fp64": ("packed",),
 }
