@@ -46,6 +46,19 @@ def growing_batches(schedule: str) -> list[tuple[int, int]]:
     return pairs
 
 
+def samples_of_growing_batches(schedule: str, samples: int, seq_length: int) -> int:
+    """Return how many samples a run of `samples` takes: its last step may go beyond them.
+
+    Source: Megatron's ``update_train_iters``, which counts steps until the samples are reached.
+    """
+    batches = growing_batches(schedule)
+    starts = [start // seq_length for start, _ in batches]
+    taken = 0
+    for (_, batch), end in zip(batches, [*starts[1:], samples], strict=True):
+        taken += -(-max(min(end, samples) - taken, 0) // batch) * batch
+    return taken
+
+
 @dataclass(frozen=True)
 class ScheduleSettings:
     """Megatron's flags about the schedule, whose constraints it asserts when training begins."""

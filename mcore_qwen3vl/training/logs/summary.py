@@ -22,7 +22,7 @@ from mcore_qwen3vl.runtime.gpus import c_compiler
 from mcore_qwen3vl.training import memory
 from mcore_qwen3vl.training.arguments.lora import LoraSettings
 from mcore_qwen3vl.training.arguments.run import ParallelSettings
-from mcore_qwen3vl.training.arguments.schedule import growing_batches
+from mcore_qwen3vl.training.arguments.schedule import growing_batches, samples_of_growing_batches
 from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings, statement_of_defaults
 from mcore_qwen3vl.training.folders import LOGS
 from mcore_qwen3vl.training.parameter_counts import trained_of
@@ -214,6 +214,10 @@ def _validation_text(settings: Settings) -> str:
 def _schedule_text(settings: Settings) -> str:
     loop, schedule, training = settings.loop, settings.schedule, settings.training
     length = f"{loop.train_iters} steps" if loop.train_iters else f"{loop.train_samples} samples"
+    if loop.step_batch_size_schedule and loop.train_samples:
+        growing, samples = loop.step_batch_size_schedule, loop.train_samples
+        taken = samples_of_growing_batches(growing, samples, settings.data.seq_length)
+        length += f" and {taken - samples} more, which fill the last step" * (taken > samples)
     if training.num_epochs:
         length = counted(training.num_epochs, "epoch")
     decay = f"{schedule.lr_decay_style} to {schedule.min_lr:g}"
