@@ -44,6 +44,7 @@ class Contract:
         """Take Megatron's arguments, whose length of the run is known once a checkpoint loads."""
         self._args, self._settings, self._say = args, settings, say
         self._saved: RunRecord | None = None
+        self._compares = False  # whether the checkpoint is one of a run that goes on
         self._load = settings.checkpoints.load or ""
 
     @cached_property
@@ -74,7 +75,8 @@ class Contract:
         Raises:
             BadInput: a difference is not allowed.
         """
-        if not self._goes_on(iteration):
+        self._compares = self._goes_on(iteration)
+        if not self._compares:
             if self._settings.checkpoints.save:
                 self._conclude(self._record_beginning)
             return
@@ -82,8 +84,11 @@ class Contract:
         self._conclude(lambda: self._compare_recorded(iteration))
 
     def check_arguments(self, saved: argparse.Namespace) -> None:
-        """Compare with a checkpoint's arguments what its version did not record; a collective."""
-        if self._goes_on(0):
+        """Compare with a checkpoint's arguments what its version did not record; a collective.
+
+        Weights of a conversion have arguments too, with which no run goes on.
+        """
+        if self._compares:
             self._conclude(lambda: self._compare_unrecorded(saved))
 
     def write(self, iteration: int) -> None:
