@@ -62,7 +62,7 @@ from mcore_qwen3vl.verl.options import OWN, Configs, ModelOptions, as_plain_dict
 
 log = logging.getLogger(__name__)
 
-ARCHITECTURES = {family.model_class for family in MODEL_TYPES.values()}
+ARCHITECTURES = {family.model_class for family in MODEL_TYPES.values() if family.has_vision}
 """The models that this engine trains, by the ``architectures`` of their config."""
 
 

@@ -81,7 +81,15 @@ def search_model(
         data: a JSONL file, of which the first records are used; None: they are made up.
         flags: words of the command line of training, without paths.
         cases: end after so many cases, too.
+
+    Raises:
+        BadInput: the model has no vision tower; or the flags, the data or the layout are unfit.
     """
+    if not Architecture.from_hf(model).has_vision:
+        raise BadInput(
+            f"{model} is a language model alone, and the search's records and plain loop are those "
+            "of models with a vision tower: use `mcore-qwen3vl verify parity`."
+        )
     chunks = layout.pp * layout.vpp
     with scratch_folder("mcore-qwen3vl-search-") as folder:
         small = write_small_copy(model, folder / "model", layers=max(4, chunks))
