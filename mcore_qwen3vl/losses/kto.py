@@ -153,6 +153,7 @@ class KtoLoss(AnswerLoss):
     """kto: weight of the losses of answers with the label false; default 1"""
 
     names = ("kto",)
+    exchanges = True
     help = "kto on labelled records"
     unit = "answers"
     logged = ("kto loss",)

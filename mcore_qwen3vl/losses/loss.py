@@ -49,6 +49,7 @@ class Loss:
         help: what `flag`'s help says about the names.
         unit: what the loss is a mean over, in the plural.
         groups: whether a record may give several sequences, which stay in one micro-batch.
+        exchanges: whether the records of a micro-batch exchange answers, on which its loss depends.
         takes_mtp: whether multi-token prediction can be trained beside it.
         lm_head: whether the model has the head ``lm_head``.
         trains_score: whether it has the head ``score`` in its place.
@@ -65,6 +66,7 @@ class Loss:
     help: ClassVar[str] = ""
     unit: ClassVar[str] = "tokens"
     groups: ClassVar[bool] = False
+    exchanges: ClassVar[bool] = False
     takes_mtp: ClassVar[bool] = False
     lm_head: ClassVar[bool] = True
     trains_score: ClassVar[bool] = False

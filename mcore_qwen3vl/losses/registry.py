@@ -66,6 +66,11 @@ def all_losses() -> tuple[type[Loss], ...]:
     return tuple(found)
 
 
+def exchanging_losses() -> frozenset[str]:
+    """Return the names of the losses that depend on which records share a micro-batch."""
+    return frozenset(name for loss in all_losses() if loss.exchanges for name in loss.names)
+
+
 def kind_of(flags: Mapping[str, Any]) -> type[Loss]:
     """Return the loss that `flags` name, by ``dest`` names; BadInput if there is no such loss."""
     if task := flags.get("task"):

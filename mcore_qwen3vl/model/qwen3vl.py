@@ -411,12 +411,10 @@ class Qwen3VLModel(GPTModel):
         """
         embeddings = self.embedding(token_ids, None)
         rows = None if following is None else self.embedding(following[0], None)
-        if visual is None and not torch.is_grad_enabled():  # the tower would run only for gradients
+        # Without an image, a tower would run only for its gradients.
+        if not self.architecture.has_vision or (visual is None and not torch.is_grad_enabled()):
             nothing = embeddings.new_empty(self._deepstack_in, 0, embeddings.shape[-1])
-            return embeddings, nothing if rows is None else rows.flatten(0, 1)[None]
-        hidden = embeddings
-        if not self.architecture.has_vision:
-            rows = None if rows is None else rows.flatten(0, 1)[None]
+            hidden, rows = embeddings, nothing if rows is None else rows.flatten(0, 1)[None]
         else:
             features, deepstack = self.visual(visual)
             if following is not None and rows is not None:

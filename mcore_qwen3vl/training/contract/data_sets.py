@@ -66,11 +66,10 @@ def validation(settings: Settings) -> Values:
     paths = loop.valid_data_path
     sources = parse_sources(paths, settings.sources.reading) if paths else []
     limited = bool(paths) and loop.eval_iters != WHOLE
-    exchanges = settings.training.loss == "kto"  # whose records exchange answers in a micro-batch
     return {
         **_content(sources, "val", settings),
         "samples": loop.eval_iters * loop.eval_global_batch_size if limited else None,
-        "micro_batch": loop.eval_micro_batch_size if exchanges else None,
+        "micro_batch": loop.eval_micro_batch_size if settings.loss.exchanges else None,
         "mixture": readings_of(sources),
         **files_of_loss(settings, sources),
     }

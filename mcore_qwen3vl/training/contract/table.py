@@ -15,7 +15,7 @@ from typing import Any
 
 from mcore_qwen3vl.data.datasets import is_of_tars
 from mcore_qwen3vl.flags import flag_of
-from mcore_qwen3vl.losses.registry import flags_of_losses
+from mcore_qwen3vl.losses.registry import exchanging_losses, flags_of_losses
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.contract.data_sets import (
     OtherData,
@@ -335,7 +335,8 @@ def _layout(facts: Facts) -> Values:
         *(balancing if isinstance(balancing, list) else [balancing])
     }
     parts = {
-        "the exchanged answers of KTO's baseline": getattr(args, "loss", None) == "kto",
+        "the exchanged answers of KTO's baseline": getattr(args, "loss", None)
+        in exchanging_losses(),
         "the balancing loss of experts": getattr(args, "num_experts", None)
         and balances == {"aux_loss"}
         and getattr(args, "moe_aux_loss_coeff", None) not in (None, 0.0, [0.0]),
