@@ -176,6 +176,8 @@ def chat_template() -> str:
 
 
 FamilyName = Literal["qwen3-vl", "qwen3.5"]
+FAMILIES_WITHOUT_TOWER: tuple[FamilyName, ...] = ("qwen3.5",)
+"""Those whose language model alone has a class in transformers."""
 
 _TOKENS = {
     "image_token_id": "<|image_pad|>",
@@ -297,7 +299,7 @@ def tiny_config(
     Raises:
         BadInput: transformers has no class for this family's language model alone.
     """
-    if text_only and family != "qwen3.5":
+    if text_only and family not in FAMILIES_WITHOUT_TOWER:
         raise BadInput("Qwen3-VL's language model alone has no class in transformers: qwen3.5 has.")
     hybrid = family == "qwen3.5"
     model_type = f"{'qwen3_5' if hybrid else 'qwen3_vl'}{'_moe' if moe else ''}"

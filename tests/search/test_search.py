@@ -13,14 +13,21 @@ from typing import Any, get_args
 
 import pytest
 
+from mcore_qwen3vl.data.loader import redistribute
 from mcore_qwen3vl.errors import Unfinished
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.losses.registry import all_losses
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from mcore_qwen3vl.tiny.tiny_checkpoint import FamilyName
+from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.training.forward_step import ForwardStep
 from mcore_qwen3vl.verification.search import axes, of_user, oracles, plain, records
 from mcore_qwen3vl.verification.search.axes import draw, layouts
 from mcore_qwen3vl.verification.search.case import (
     ADAPTER,
+    OTHER,
     Case,
+    Flag,
     Form,
     Stop,
     paste,
@@ -42,7 +49,8 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 def dense(rng: Random, case: Case) -> Case:
-    return replace(case, records=records.lines(rng, (records.one_image,), 4, False))
+    maker = records.one_image if case.has_vision else records.text_only
+    return replace(case, records=records.lines(rng, (maker,), 4, False))
 
 
 def on_two_ranks(rng: Random, case: Case) -> Case:
@@ -161,19 +169,112 @@ def test_training_names_records_as_a_case_does_in_each_form(form: Form, bench: B
 @pytest.mark.parametrize(
     "case",
     [
-        Case(start="--pretrained-checkpoint"),
+        Case(start="megatron"),
+        Case(start="transformers"),
         Case(flags=(("--lora-init", ADAPTER),)),
         Case(steps=4, stop=Stop("disk full", 1)),
         Case(validates=True),
+        Case(validates=True, behind="score", layout="tp2+sp"),
+        Case(validates=True, behind="generate", layout="pp2"),
+        Case(flags=(("--lora-init", ADAPTER),), validates=True, behind="score"),
+        Case(("--family", "qwen3.5", "--text-only"), validates=True, behind="generate"),
     ],
-    ids=["converted", "adapter", "disk full", "export"],
+    ids=[
+        "converted",
+        "saved by transformers",
+        "adapter",
+        "disk full",
+        "export",
+        "score",
+        "generate",
+        "adapter behind",
+        "text alone",
+    ],
 )
 def test_other_beginnings_and_ends_of_a_run_are_judged(case: Case, bench: Bench) -> None:
-    lines = records.lines(Random(3), (records.one_image, records.text_only), 5, False)
+    makers: tuple[records.Maker, ...] = (records.one_image, records.text_only)
+    makers = makers if case.has_vision else records.without_media(makers)
+    lines = records.lines(Random(3), makers, 5, False)
     outcome, verdict = oracles.judge(replace(case, records=lines), bench)
     assert verdict is None, verdict
     assert outcome.ran[-1].exit_code == 0
     assert len(outcome.log) == case.steps
+    expected = {"tokens", "plain_loop"} | {
+        name for name, applies in {
+            "converted_start": case.start != "published",
+            "export": case.validates,
+            "scores": case.behind == "score",
+            "answers": case.behind == "generate",
+            "merge": case.validates and case.trains_adapter,
+            "single_rank": case.layout != "single",
+            "never_stopped": case.stop is not None,
+        }.items() if applies
+    }  # fmt: skip
+    assert expected <= set(outcome.judged_by)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("maker", [*records.CONVERSATIONS, *records.DOCUMENTS])
+@pytest.mark.parametrize("family", get_args(FamilyName))
+def test_the_plain_loop_knows_every_kind_of_record(
+    maker: records.Maker, family: str, bench: Bench
+) -> None:
+    case = Case(
+        ("--family", family), records.lines(Random(1), (maker,), 4, False),
+        (("--seq-length", "512"),), validates=True, behind="score",
+    )  # fmt: skip
+    outcome, verdict = oracles.judge(case, bench)
+    assert verdict is None, verdict
+    assert {"tokens", "plain_loop", "export", "scores"} <= set(outcome.judged_by)
+
+
+OF_THEIR_OWN = (
+    (("--loss", "kto"), ("--reference", "model"), ("--micro-batch-size", "2")),
+    (("--loss", "distill"), ("--teacher", OTHER)),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", OF_THEIR_OWN, ids=["kto", "distill"])
+def test_the_plain_loop_knows_losses_with_a_second_model(
+    flags: tuple[Flag, ...], bench: Bench
+) -> None:
+    (kind,) = (one for one in all_losses() if flags[0][1] in one.names)
+    made = records.lines(Random(1), records.makers_of(kind, flags[0][1]), 6, False)
+    outcome, verdict = oracles.judge(Case((), made, flags, batch=4), bench)
+    assert verdict is None, verdict
+    assert "plain_loop" in outcome.judged_by
+
+
+@pytest.mark.slow
+def test_a_run_that_is_refused_at_its_resume_alone_is_wrong(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_the_first(states: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
+        return [redistribute(states, size)[0]] * size
+
+    monkeypatch.setattr(data_state, "redistribute", of_the_first)
+    lines = records.lines(Random(3), (records.text_only,), 5, False)
+    case = Case((), lines, steps=3, stop=Stop("saved", 1, "dp2"))
+    _, verdict = oracles.judge(case, bench)
+    assert verdict is not None
+    assert (verdict.oracle, "this is rank 1 of 2" in verdict.text) == ("resumes", True)
+
+
+def test_records_without_media_are_of_each_kind_that_can_be() -> None:
+    made = records.without_media((*records.CONVERSATIONS, *records.PAIRS, records.retrieval))
+    lines = [line for seed in range(40) for line in records.lines(Random(seed), made, 6, False)]
+    assert not [line for line in lines if ".png" in line]
+    keys = {key for line in lines for key in json.loads(line)}
+    assert {"messages", "tools", "weight", "chosen", "prompt", "query"} <= keys
+
+
+@pytest.mark.slow
+def test_a_users_language_model_alone_is_searched_with_texts(tmp_path: Path) -> None:
+    alone = write_tiny_checkpoint(tmp_path / "alone", family="qwen3.5", text_only=True)
+    report = of_user.search_model(alone, Layout.parse("dp2"), minutes=5, cases=3)
+    assert report.ok, [finding.flaw for finding in report.failures]
+    assert "tokens 3, " in report.environment["judged by"]
 
 
 @pytest.mark.slow
@@ -181,10 +282,13 @@ def test_a_users_layout_flags_and_records_are_in_every_run(
     dense: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Case] = []
-    judged = of_user.Search.case
-    monkeypatch.setattr(
-        of_user.Search, "case", lambda self, number: seen.append(judged(self, number)) or seen[-1]
-    )
+    drawn = of_user.Search.case
+
+    def noted(self: Search, number: int) -> Case:
+        seen.append(drawn(self, number))
+        return seen[-1]
+
+    monkeypatch.setattr(of_user.Search, "case", noted)
     report = of_user.search_model(
         dense, Layout.parse("dp2"), data=data, flags=["--packing"], minutes=5, cases=2
     )

@@ -28,7 +28,6 @@ from mcore_qwen3vl.verification.curves import (
     train,
     worst_difference,
 )
-from mcore_qwen3vl.verification.search.of_user import search_model
 from tests.command import exit_code
 from tests.turns import slow
 
@@ -160,8 +159,6 @@ def test_images_are_refused_by_name_and_flags_about_them_named(
     asked = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
     with pytest.raises(BadInput, match="without a vision tower: ask it in text"):
         process_conversations(load_processor(alone), [asked])
-    with pytest.raises(BadInput, match="is a language model alone, and the search's records"):
-        search_model(alone, Layout())
     flags = ["--image-max-pixels", "9000", "--vision-lr-mult", "0.5", "--seq-length", "64"]
     unused = CommandLine(["--cpu", "--hf-model", str(alone), *flags]).unused()
     assert [item.name for item in unused] == ["--image-max-pixels", "--vision-lr-mult"]

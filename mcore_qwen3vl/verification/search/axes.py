@@ -17,11 +17,16 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.losses.registry import all_losses
-from mcore_qwen3vl.tiny.tiny_checkpoint import FamilyName, tiny_config
+from mcore_qwen3vl.tiny.tiny_checkpoint import (
+    FAMILIES_WITHOUT_TOWER,
+    FamilyName,
+    tiny_config,
+)
 from mcore_qwen3vl.verification.search import records
 from mcore_qwen3vl.verification.search.case import (
     ADAPTER,
     OTHER,
+    Behind,
     Case,
     Flag,
     Form,
@@ -38,11 +43,13 @@ MOST_RANKS = 4
 
 
 def model(rng: Random, case: Case) -> Case:
-    """A tiny model of any family."""
+    """A tiny model of any family, with or without a tower."""
     family = rng.choice(get_args(FamilyName))
     words: tuple[str, ...] = () if family == get_args(FamilyName)[0] else ("--family", family)
     words += ("--moe",) * (rng.random() < 0.4)
     words += ("--tie",) * (rng.random() < 0.2)
+    if family in FAMILIES_WITHOUT_TOWER:
+        words += ("--text-only",) * (rng.random() < 0.3)
     return replace(case, model=words)
 
 
@@ -60,8 +67,12 @@ def loss(rng: Random, case: Case) -> Case:
         flags += (("--teacher", OTHER),)
     if name in ("dpo", "kto"):
         flags += (("--reference", "model"),)
+    if name == "kto":
+        flags += (("--micro-batch-size", "2"),)  # its records exchange their answers
     if name == "classify":
         flags += (("--num-labels", "3"),)
+    if not case.has_vision:
+        makers = records.without_media(makers)
     lines = records.lines(rng, makers, rng.choice((3, 4, 5, 7, 8)), bad)
     return replace(case, flags=flags, records=lines)
 
@@ -101,13 +112,14 @@ def length(rng: Random, case: Case) -> Case:
 
 def trained(rng: Random, case: Case) -> Case:
     """What trains: all, a part, or an adapter."""
-    flags = rng.choice(
-        (
-            *[()] * 5, (("--lora-rank", "2"),), (("--lora-rank", "4"), ("--lora-alpha", "8")),
-            (("--lora-init", ADAPTER),), (("--freeze", "vision"),), (("--trainable", "aligner"),),
-            (("--vision-lr-mult", "0.1"),),
-        )
-    )  # fmt: skip
+    choices: list[tuple[Flag, ...]] = [
+        *[()] * 5, (("--lora-rank", "2"),), (("--lora-rank", "4"), ("--lora-alpha", "8")),
+        (("--lora-init", ADAPTER),),
+    ]  # fmt: skip
+    if case.has_vision:
+        choices += [(("--freeze", "vision"),), (("--trainable", "aligner"),)]
+        choices += [(("--vision-lr-mult", "0.1"),), (("--aligner-lr-mult", "5"),)]
+    flags = rng.choice(choices)
     return replace(case, flags=(*case.flags, *flags))
 
 
@@ -115,7 +127,7 @@ def recipe(rng: Random, case: Case) -> Case:
     """Values of the optimizer and of the schedule, each in a third of the cases."""
     choices: tuple[tuple[Flag, ...], ...] = (
         (("--lr-decay-style", rng.choice(("linear", "cosine"))),),
-        (("--weight-decay", rng.choice(("0", "0.3"))),),
+        (("--weight-decay", rng.choice(("0", "10"))),),
         (("--adam-beta1", "0.7"), ("--adam-beta2", "0.9")),
         (("--clip-grad", rng.choice(("0", "0.1"))),),
         (("--use-distributed-optimizer",),),
@@ -156,19 +168,30 @@ def stop(rng: Random, case: Case) -> Case:
     other: str | None = None
     changed: tuple[Flag, ...] = ()
     if rng.random() < 0.5:
-        rows = case.batch // int(case.value("--micro-batch-size"))
-        fitting = [one for one in layouts(case.model) if rows % Layout.parse(one).dp == 0]
-        dp = Layout.parse(case.layout).dp
-        over_others = [one for one in fitting if Layout.parse(one).dp != dp]  # data move between
-        other = rng.choice(over_others if over_others and rng.random() < 0.5 else fitting)
+        other = _other_layout(rng, case)
     if rng.random() < 0.25:
         changed = (rng.choice(drawable()).draw(rng),)
     return replace(case, stop=Stop(how, rng.randint(1, case.steps - 2), other, changed))
 
 
+def _other_layout(rng: Random, case: Case) -> str:
+    """Draw in which size a layout differs, and then a layout."""
+    rows = case.batch // int(case.value("--micro-batch-size"))
+    fitting = [one for one in layouts(case.model) if rows % Layout.parse(one).dp == 0]
+    mine = Layout.parse(case.layout)
+    by_size = {
+        size: some
+        for size in ("tp", "pp", "vpp", "ep", "etp", "cp", "dp", "sp")
+        if (some := [n for n in fitting if getattr(Layout.parse(n), size) != getattr(mine, size)])
+    }
+    return rng.choice(by_size[rng.choice(list(by_size))] if by_size else fitting)
+
+
 def after(rng: Random, case: Case) -> Case:
-    """A validation and an export at the end."""
-    return replace(case, validates=rng.random() < 0.3)
+    """A validation and an export at the end, and a command that reads it."""
+    validates = rng.random() < 0.3
+    behind = rng.choice((None, *get_args(Behind))) if validates else None
+    return replace(case, validates=validates, behind=behind)
 
 
 AXES: tuple[Axis, ...] = (
@@ -191,7 +214,8 @@ def layouts(model: tuple[str, ...]) -> tuple[str, ...]:
     if path := path_of(model):
         return tuple(str(one) for one in _fitting(Architecture.from_hf(path)))
     family: Any = model[model.index("--family") + 1] if "--family" in model else "qwen3-vl"
-    architecture = Architecture.from_hf(tiny_config(family=family, moe="--moe" in model))
+    config = tiny_config(family=family, moe="--moe" in model, text_only="--text-only" in model)
+    architecture = Architecture.from_hf(config)
     return tuple(str(one) for one in _fitting(architecture))
 
 

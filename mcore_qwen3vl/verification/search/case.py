@@ -35,8 +35,12 @@ step after a checkpoint, they get SIGTERM, or they can write no large file from 
 Form = Literal["jsonl", "json", "parquet", "mixture", "weighted mixture"]
 """What the data are: a file, or a mixture of two."""
 
-Start = Literal["--load-hf", "--pretrained-checkpoint"]
-"""Where the weights come from: the model itself, or its conversion to Megatron-Core."""
+Behind = Literal["score", "generate"]
+"""A command that reads the export of a run."""
+
+Start = Literal["published", "transformers", "megatron"]
+"""Where the weights come from: the model as it is published, as transformers writes it once it has
+loaded it, or its conversion to Megatron-Core."""
 
 BASE: tuple[Flag, ...] = (
     ("--seq-length", "256"), ("--lr", "1e-3"), ("--lr-decay-style", "constant"),
@@ -77,7 +81,8 @@ class Case:
         stop: an early end, after which the run goes on.
         validates: whether the records are validation data too, for one validation at the end.
         form: what the data are.
-        start: the flag with which the run begins.
+        start: the form of the model with which the run begins.
+        behind: with a validation, a command that reads the run's export.
         media: the folder in which the media of the records lie; None: beside them.
     """
 
@@ -90,7 +95,8 @@ class Case:
     stop: Stop | None = None
     validates: bool = False
     form: Form = "jsonl"
-    start: Start = "--load-hf"
+    start: Start = "published"
+    behind: Behind | None = None
     media: str | None = None
 
     def has(self, flag: str) -> bool:
@@ -111,6 +117,13 @@ class Case:
         if path := path_of(self.model):
             return Architecture.from_hf(path).is_moe
         return "--moe" in self.model
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether the model has a vision tower."""
+        if path := path_of(self.model):
+            return Architecture.from_hf(path).has_vision
+        return "--text-only" not in self.model
 
     @property
     def parsed(self) -> list[dict[str, Any]]:
@@ -183,7 +196,10 @@ class Segment:
         The model of the same kind with `other` weights takes the place of :data:`OTHER`.
         """
         words = ["--cpu", "--hf-model", model]
-        words += [case.start, model if case.start == "--load-hf" else f"{folder}/converted"]
+        if case.start == "megatron":
+            words += ["--pretrained-checkpoint", f"{folder}/converted"]
+        else:
+            words += ["--load-hf", model]
         data = f"{folder}/{case.data}"
         words += ["--data-path", data, "--log-json", f"{folder}/log.jsonl"]
         paths = {OTHER: other, ADAPTER: f"{folder}/adapter"}
@@ -320,7 +336,8 @@ def paste(case: Case) -> str:
 
 def _lines(case: Case) -> Iterator[str]:
     path = path_of(case.model)
-    model = path or "model"
+    published = path or "model"
+    model = "again" if case.start == "transformers" else published
     yield "mkdir case && cd case"
     if path is None:
         yield shlex.join(["mcore-qwen3vl", "tiny", "model", *case.model])
@@ -334,9 +351,11 @@ def _lines(case: Case) -> Iterator[str]:
         yield from _call("case", "write_parquet", "train.jsonl", "train.parquet")
     if any(OTHER in flag for flag in case.flags):
         yield shlex.join(["mcore-qwen3vl", "tiny", "other", *case.model, "--seed", "1"])
+    if case.start == "transformers":
+        yield from _call("running", "save_again", published, model)
     if any(ADAPTER in flag for flag in case.flags):
         yield from _call("running", "write_adapter", model, "adapter")
-    if case.start != "--load-hf":
+    if case.start == "megatron":
         yield shlex.join(["mcore-qwen3vl", "convert", "hf-to-mcore", model, "converted"])
     for segment in segments(case):
         words = segment.words(case, ".", model, "other")

@@ -49,11 +49,18 @@ def write_small_copy(model: Path, out: Path, layers: int = 4) -> Path:
     """
     config, architecture = read_config_file(model), Architecture.from_hf(model)
     family: FamilyName = "qwen3-vl" if architecture.delta_net is None else "qwen3.5"
-    tied = bool(config.get("tie_word_embeddings"))
-    small = tiny_config(family=family, moe=architecture.is_moe, tie=tied)
-    for part, kept in (("text_config", _KEPT_TEXT), ("vision_config", _KEPT_VISION)):
-        small[part] |= {name: config[part][name] for name in kept if name in config[part]}
-    small |= {name: config[name] for name in _KEPT}
+    small = tiny_config(
+        family=family,
+        moe=architecture.is_moe,
+        tie=bool(config.get("tie_word_embeddings")),
+        text_only=not architecture.has_vision,
+    )
+    if architecture.has_vision:
+        for part, kept in (("text_config", _KEPT_TEXT), ("vision_config", _KEPT_VISION)):
+            small[part] |= {name: config[part][name] for name in kept if name in config[part]}
+        small |= {name: config[name] for name in _KEPT}
+    else:
+        small |= {name: config[name] for name in _KEPT_TEXT if name in config}
     described = out.with_suffix(".json")
     described.write_text(json.dumps(small), "utf-8")
     write_random_weights(described, out, layers=layers)
@@ -83,13 +90,8 @@ def search_model(
         cases: end after so many cases, too.
 
     Raises:
-        BadInput: the model has no vision tower; or the flags, the data or the layout are unfit.
+        BadInput: the flags, the data or the layout are unfit.
     """
-    if not Architecture.from_hf(model).has_vision:
-        raise BadInput(
-            f"{model} is a language model alone, and the search's records and plain loop are those "
-            "of models with a vision tower: use `mcore-qwen3vl verify parity`."
-        )
     chunks = layout.pp * layout.vpp
     with scratch_folder("mcore-qwen3vl-search-") as folder:
         small = write_small_copy(model, folder / "model", layers=max(4, chunks))
@@ -117,9 +119,11 @@ def _axes(
 ) -> tuple[Axis, ...]:
     """Return the axes of a user's search: records, length, stop and end are still drawn."""
     theirs = _records_of(data) if data else None
+    has_vision = Architecture.from_hf(model).has_vision
+    makers = records.CONVERSATIONS if has_vision else records.without_media(records.CONVERSATIONS)
 
     def fixed(rng: Random, case: Case) -> Case:
-        made = records.lines(rng, records.CONVERSATIONS, 6, bad=False)
+        made = records.lines(rng, makers, 6, bad=False)
         lines = made if theirs is None else tuple(rng.sample(theirs, min(6, len(theirs))))
         media = None if data is None else str(data.resolve().parent)
         rows = int(replace(case, flags=flags).value("--micro-batch-size")) * layout.dp
@@ -167,4 +171,5 @@ def _report(search: Search, model: Path, small: Path, layout: Layout) -> Report:
         if name in wrong:
             flaw = f"{copy}{wrong[name].report()}".replace(str(small), "small")
         report.findings.append(measurement.Finding("oracles", name, flaw=flaw))
+    report.environment["judged by"] = search.judgements
     return report

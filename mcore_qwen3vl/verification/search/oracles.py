@@ -1,39 +1,45 @@
-"""The oracles of the search: each says what is wrong with a case, or None; :data:`ORACLES`.
+"""The oracles of the search: each says what is wrong with a case; :data:`ORACLES`.
 
-An oracle takes a case, its outcome, and the bench, with which it may run other cases. It shares no
-code with what it judges. Where two runs differ by design, the sentence in :data:`BY_DESIGN` says
+An oracle takes a case, its outcome, and the bench, with which it may run other cases. It returns
+what is wrong in words, an empty text if nothing is, or None if it does not know the case. It shares
+no code with what it judges. Where two runs differ by design, the sentence in :data:`BY_DESIGN` says
 so beside the oracle that must know it, and the page of the documentation that tells users.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.runtime.launch import RanksFailed, run_layout
+from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.verification.search import plain
 from mcore_qwen3vl.verification.search.case import Case
+from mcore_qwen3vl.verification.search.comparing import (
+    AGAIN,
+    HALF,
+    LIMITS,
+    TOKEN_LOSSES,
+    agree,
+    compute_plainly,
+    cuts_records,
+    differences,
+    end_of,
+    last_line,
+    limits_again,
+    limits_of,
+)
+from mcore_qwen3vl.verification.search.exports import answers, converted_end, export, merge, scores
 from mcore_qwen3vl.verification.search.flags import computes_the_same
-from mcore_qwen3vl.verification.search.running import Bench, Outcome
+from mcore_qwen3vl.verification.search.running import Bench, CommandFailed, Outcome
 
 Oracle = Callable[[Case, Outcome, Bench], str | None]
-
-LIMITS = {"loss": 2e-5, "grad norm": 3e-4, "rate": 1e-9}
-"""Largest relative differences in float32 between two layouts, or to the plain loop, in few steps;
-the norm of a step carries what rounding did to the weights of the steps before."""
-AGAIN = {"loss": 2e-6, "grad norm": 3e-5, "rate": 0.0}
-"""The same where the same is computed once more: some products round otherwise by where in memory
-their operands lie, and a run's other flags move them."""
-HALF = {"loss": 2e-2, "grad norm": 2e-1, "rate": 1e-9}
-"""The same in bf16 and fp16."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +87,9 @@ def crashed(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     """No traceback, no hang, no process or file that is left; exit codes as documented."""
     for number, ran in enumerate(outcome.ran, 1):
         if ran.crash:
-            return f"command {number} ended in a traceback: {_last_line(ran.crash)}"
+            return f"command {number} ended in a traceback: {last_line(ran.crash)}"
         if "Traceback (most recent call last)" in ran.printed:
-            return f"command {number} printed a traceback: {_last_line(ran.printed)}"
+            return f"command {number} printed a traceback: {last_line(ran.printed)}"
         if ran.left:
             return f"command {number} left {', '.join(ran.left)}"
         how = case.stop.how if case.stop and number == 1 else None
@@ -92,7 +98,7 @@ def crashed(case: Case, outcome: Outcome, bench: Bench) -> str | None:
         expected = {0, 128 + signal.SIGTERM} if how == "SIGTERM" else {0}
         if not ran.refusal and how != "killed" and ran.exit_code not in expected:
             return f"command {number} ended with exit code {ran.exit_code}"
-    return None
+    return ""
 
 
 def each_record_once(case: Case, outcome: Outcome, bench: Bench) -> str | None:
@@ -118,7 +124,7 @@ def each_record_once(case: Case, outcome: Outcome, bench: Bench) -> str | None:
         left = usable - _left_out(outcome, usable)
         if wrong := {name: came[name] for name in left if came[name] != epochs * sizes[name]}:
             return f"in {epochs} epochs, records came so often: {dict(sorted(wrong.items()))}"
-    return None
+    return ""
 
 
 def _drawn_together(case: Case, names: set[str]) -> Iterator[list[str]]:
@@ -158,12 +164,12 @@ def frozen(case: Case, outcome: Outcome, bench: Bench) -> str | None:
             if norm := entry.get(f"grad norm {part}"):
                 return f"step {step}: {part} is frozen, and its gradient has the norm {norm}"
     exported = sorted((outcome.folder / "hf").glob("iter_*"))
-    if not exported or case.has("--task") or _limits(case) is HALF:
+    if not exported or case.has("--task") or limits_of(case) is HALF:
         return None
     (moved,) = run_layout(plain.moved_parts, 1, outcome.model, exported[-1], timeout=bench.timeout)
     if wrong := parts & set(moved):
         return f"{', '.join(sorted(wrong))} is frozen, and its exported tensors are others"
-    return None
+    return ""
 
 
 def _trained_parts(case: Case) -> tuple[str, ...]:
@@ -181,12 +187,29 @@ def never_stopped(case: Case, outcome: Outcome, bench: Bench) -> str | None:
         return None
     whole = bench.run(replace(case, stop=None))
     if not whole.finished:
-        return f"only without a stop it ends so: {_end_of(whole)}"
+        return f"only without a stop it ends so: {end_of(whole)}"
     same = stop.layout in (None, case.layout)
     if not same and _packs_differ(case, case.layout, stop.layout or ""):
         return None
-    limits = _limits_again(case) if same else _limits(case)
-    return _differences(outcome, whole, limits, "the run without a stop")
+    limits = limits_again(case) if same else limits_of(case)
+    return differences(outcome, whole, limits, "the run without a stop")
+
+
+_NOT_RESUMED = (
+    "cannot be divided over",  # resume.md: workers' streams are not split
+)
+"""Words of documented refusals to go on with another layout."""
+
+
+def resumes(case: Case, outcome: Outcome, bench: Bench) -> str | None:
+    """A run goes on under each layout under which it could have begun."""
+    stop, refusal = case.stop, outcome.refusal
+    if stop is None or stop.flags or len(outcome.ran) < 2 or not outcome.ran[-1].refusal:
+        return None
+    if any(words in refusal for words in _NOT_RESUMED):
+        return None
+    begun = bench.run(replace(case, stop=None, layout=stop.layout or case.layout))
+    return f"it does not go on: {refusal}" if begun.finished else ""
 
 
 def single_rank(case: Case, outcome: Outcome, bench: Bench) -> str | None:
@@ -199,10 +222,10 @@ def single_rank(case: Case, outcome: Outcome, bench: Bench) -> str | None:
         return None
     alone = bench.run(replace(case, layout="single", stop=None))
     if not alone.finished:
-        return None if alone.refusal else f"only on one rank it ends so: {_end_of(alone)}"
+        return None if alone.refusal else f"only on one rank it ends so: {end_of(alone)}"
     if case.stop and case.stop.layout and _packs_differ(case, case.layout, case.stop.layout):
         return None
-    return _differences(outcome, alone, _limits(case), "one rank")
+    return differences(outcome, alone, limits_of(case), "one rank")
 
 
 def _packs_differ(case: Case, one: str, other: str) -> bool:
@@ -223,87 +246,13 @@ def _is_random(case: Case, other: str | None) -> bool:
     return drawn and other is not None and other != case.layout
 
 
-def _limits(case: Case) -> Mapping[str, float]:
-    return HALF if case.has("--bf16") or case.has("--fp16") else LIMITS
-
-
-def _limits_again(case: Case) -> Mapping[str, float]:
-    """Return the limits where the same is computed once more."""
-    return AGAIN if _limits(case) is LIMITS else HALF
-
-
-def _differences(
-    one: Outcome, other: Outcome, limits: Mapping[str, float], name: str
-) -> str | None:
-    """Compare the samples and the log of each step."""
-    mine, theirs = one.log, other.log
-    if mine.keys() != theirs.keys():
-        return f"it has the steps {sorted(mine)}, and {name} {sorted(theirs)}"
-    for step in sorted(mine):
-        if one.names(step) != other.names(step):
-            return (
-                f"step {step} trained on {dict(one.names(step))}, "
-                f"and {name} on {dict(other.names(step))}"
-            )
-        for key in sorted(mine[step].keys() & theirs[step].keys()):
-            kind = _kind(key)
-            if kind is None:
-                continue
-            a, b = mine[step][key], theirs[step][key]
-            if not _agree(a, b, limits[kind]):
-                return f"step {step}: {key} is {a}, and {b} in {name}"
-    a, b = _validations(one), _validations(other)
-    for key in a.keys() & b.keys():
-        if not _agree(a[key], b[key], limits["loss"]):
-            return f"{key} is {a[key]}, and {b[key]} in {name}"
-    return None
-
-
-def same_result(one: Outcome, other: Outcome) -> bool:
-    """Return whether two runs logged the same, but for its last digits."""
-    return _differences(one, other, AGAIN, "") is None
-
-
-def _validations(outcome: Outcome) -> dict[str, float]:
-    """Return the numbers of the last validation."""
-    entries = [entry for one in outcome.ran for entry in one.validations]
-    return {k: v for k, v in (entries[-1] if entries else {}).items() if k.startswith("valid")}
-
-
-def _kind(key: str) -> str | None:
-    """Return which limit is a logged number's; None for one of speed or of the layout."""
-    if key == "learning rate":
-        return "rate"
-    if "grad norm" in key:
-        return "grad norm"
-    return "loss" if key.endswith("loss") else None
-
-
-def _agree(a: Any, b: Any, limit: float) -> bool:
-    if a is None or b is None:
-        return bool(a == b)
-    if not (math.isfinite(a) and math.isfinite(b)):
-        return False
-    return abs(a - b) <= limit * max(abs(a), abs(b), 1e-3)
-
-
-def _end_of(outcome: Outcome) -> str:
-    return outcome.refusal or _last_line(outcome.ran[-1].crash)
-
-
-def _last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Failed)\b", line)]
-    return (named or lines or [""])[-1][:300]
-
-
 # The plain loop.
 
-_TOKEN_LOSSES = ("cross_entropy", "weighted_cross_entropy", "scaled_cross_entropy")
 _LOGGED = {
-    "dpo": "dpo loss", "simpo": "simpo loss", "orpo": "orpo loss", "embedding": "contrastive loss",
+    "dpo": "dpo loss", "simpo": "simpo loss", "orpo": "orpo loss", "kto": "kto loss",
+    "distill": "distill loss", "embedding": "contrastive loss",
 }  # fmt: skip
-_BETAS = {"dpo": (0.1, 0.0), "simpo": (2.0, 1.0), "orpo": (0.1, 0.0)}
+_BETAS = {"dpo": (0.1, 0.0), "simpo": (2.0, 1.0), "orpo": (0.1, 0.0), "kto": (0.1, 0.0)}
 """The documented defaults of beta and gamma."""
 _KNOWN = {
     "--lr", "--adam-beta1", "--adam-beta2", "--adam-eps", "--weight-decay", "--clip-grad",
@@ -312,13 +261,16 @@ _KNOWN = {
     "--max-bad-fraction", "--moe-aux-loss-coeff", "--fp32", "--use-distributed-optimizer",
     "--packing-buffer", "--vision-lr-mult", "--aligner-lr-mult", "--lr-decay-style", "--min-lr",
     "--lr-warmup-iters", "--log-interval", "--reference", "--beta", "--simpo-gamma", "--lora-init",
+    "--teacher", "--desirable-weight", "--undesirable-weight",
 }  # fmt: skip
 """Flags that the plain loop knows, or that decide only which samples come when."""
 
 
 def plain_loop(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     """A loop of transformers and AdamW over the same records gives the same loss and norm."""
-    if not outcome.finished or not outcome.log or (recipe := _recipe(case, outcome)) is None:
+    if not outcome.finished or not outcome.log:
+        return None
+    if (recipe := _recipe(case, outcome, bench)) is None:
         return None
     named, sizes = case.by_name, _sequences(case)
     steps: list[list[dict[str, Any]]] = []
@@ -331,7 +283,7 @@ def plain_loop(case: Case, outcome: Outcome, bench: Bench) -> str | None:
                 next(sequences)  # the others of a record have its name, too
     if not all(steps):
         return None  # a step without a record that can be used
-    theirs = _plainly(bench, plain.train, outcome.model, steps, outcome.media, recipe)
+    theirs = compute_plainly(bench, plain.train, outcome.model, steps, outcome.media, recipe)
     if theirs is None:
         return None
     for step, other in zip(sorted(outcome.log), theirs, strict=True):
@@ -341,32 +293,24 @@ def plain_loop(case: Case, outcome: Outcome, bench: Bench) -> str | None:
             ("loss", loss, "loss"), ("grad norm", "grad norm", "grad norm"),
             ("learning rate", "learning rate", "rate"),
         ):  # fmt: skip
-            if not _agree(mine[name], other[key], LIMITS[kind]):
+            if not agree(mine[name], other[key], LIMITS[kind]):
                 return f"step {step}: {name} is {mine[name]}, and {other[key]} in the plain loop"
-    return None
+    return ""
 
 
-def _plainly[T](bench: Bench, compute: Callable[..., T], *args: Any) -> T | None:
-    """Compute in a fork with one of :mod:`.plain`'s functions; None for what it does not know."""
-    try:
-        (found,) = run_layout(compute, 1, *args, timeout=bench.timeout)
-    except RanksFailed as error:
-        if plain.NotPlain.__name__ in str(error):
-            return None
-        raise
-    return found
-
-
-def _recipe(case: Case, outcome: Outcome) -> plain.Recipe | None:
+def _recipe(case: Case, outcome: Outcome, bench: Bench) -> plain.Recipe | None:
     """Return what the plain loop would do; None if it does not know a flag."""
     for name, *_ in case.flags:
         if name not in _KNOWN and not computes_the_same(name):
             return None
     loss = case.value("--task") or case.value("--loss", "cross_entropy")
     style = case.value("--lr-decay-style")
-    if case.is_moe and loss not in _LOGGED and float(case.value("--moe-aux-loss-coeff", "1")):
+    of_tokens = (*TOKEN_LOSSES, "distill")  # the others have no balancing loss
+    if case.is_moe and loss in of_tokens and float(case.value("--moe-aux-loss-coeff", "1")):
         return None
-    if loss not in (*_TOKEN_LOSSES, *_LOGGED) or _cuts(case):
+    if loss == "kto" and case.has("--packing"):
+        return None  # the records of a pack exchange their answers, and packs are not noted
+    if loss not in (*TOKEN_LOSSES, *_LOGGED) or cuts_records(case):
         return None
     if style not in ("constant", "linear", "cosine"):
         return None
@@ -389,22 +333,23 @@ def _recipe(case: Case, outcome: Outcome) -> plain.Recipe | None:
         multiples={part: float(value(f"--{part}-lr-mult", "1")) for part in plain.PARTS[:2]},
         beta=float(value("--beta", str(beta))),
         gamma=float(value("--simpo-gamma", str(gamma))),
+        exchanging=int(value("--micro-batch-size")),
+        longest=int(value("--seq-length")),
+        wanted=float(value("--desirable-weight", "1")),
+        unwanted=float(value("--undesirable-weight", "1")),
+        teacher=bench.other_model(case) if loss == "distill" else None,
         adapter=outcome.folder / "adapter" if case.has("--lora-init") else None,
     )
 
 
-def _cuts(case: Case) -> bool:
-    return case.value("--overlong") == "truncate"
-
-
 def tokens(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     """The tokens and the trained ones are those of the processor's chat template."""
-    if case.has("--task") or _cuts(case) or not outcome.samples:
+    if case.has("--task") or cuts_records(case) or not outcome.samples:
         return None
-    if case.value("--loss", "cross_entropy") not in _TOKEN_LOSSES:
+    if case.value("--loss", "cross_entropy") not in TOKEN_LOSSES:
         return None
     named = case.by_name
-    processor = _processor(str(outcome.model))
+    processor = _processor(outcome.model)
     weighs = case.value("--loss", "cross_entropy") != "cross_entropy"
     for sample in {s.name: s for some in outcome.samples.values() for s in some}.values():
         record = named[sample.name]
@@ -421,80 +366,23 @@ def tokens(case: Case, outcome: Outcome, bench: Bench) -> str | None:
         theirs = [weight if weighs else float(weight > 0) for weight in theirs]
         if mine != theirs:
             return f"{sample.name} has the weights {mine}, and {theirs} by the template"
-    return None
+    return ""
 
 
 @cache
-def _processor(folder: str) -> Any:
-    from transformers import AutoProcessor
-
-    return AutoProcessor.from_pretrained(folder)
-
-
-def export(case: Case, outcome: Outcome, bench: Bench) -> str | None:
-    """The export, loaded by transformers with its defaults, gives the logged validation."""
-    if (
-        not (case.validates and outcome.finished)
-        or case.has("--task")
-        or case.has("--mtp-num-layers")
-    ):
-        return None
-    if case.value("--loss", "cross_entropy") != "cross_entropy" or case.has("--lora-rank"):
-        return None
-    if case.has("--eval-iters") or _limits(case) is HALF or _cuts(case):
-        return None
-    logged = _validations(outcome).get("validation lm loss")
-    folders = sorted((outcome.folder / "hf").glob("iter_*"))
-    if logged is None or not folders:
-        return f"it logged the validation {logged} and exported {len(folders)} models"
-    if any(entry.get("over-long samples") for entry in outcome.log.values()):
-        return None  # the validation leaves them out too, and does not name them
-    records = [record for record in case.parsed if "bad" not in record]
-    found = _plainly(bench, plain.mean_loss, folders[-1], records, outcome.media)
-    if found is not None and not _agree(logged, found, LIMITS["loss"]):
-        return f"the log has the validation {logged}, and transformers {found} of the export"
-    return None
+def _processor(folder: Path) -> Any:
+    return plain.load_processor(folder)
 
 
 def converted_start(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     """A run from a converted model is the run from the model."""
-    if case.start == "--load-hf" or not outcome.finished:
+    if case.start == "published" or not outcome.finished:
         return None
-    other = bench.run(replace(case, start="--load-hf"))
+    other = bench.run(replace(case, start="published"))
     if not other.finished:
-        return f"only from the Hugging Face model it ends so: {_end_of(other)}"
+        return f"only from the Hugging Face model it ends so: {end_of(other)}"
     name = "the run from the Hugging Face model"
-    return _differences(outcome, other, _limits_again(case), name)
-
-
-def converted_end(case: Case, outcome: Outcome, bench: Bench) -> str | None:
-    """The last checkpoint, converted offline, has the tensors of the run's export."""
-    if not (case.validates and outcome.finished):
-        return None
-    if case.trains_adapter:
-        return None
-    saved, exported = (sorted((outcome.folder / name).glob("iter_*")) for name in ("save", "hf"))
-    if not saved or not exported:
-        return f"it saved {len(saved)} checkpoints and exported {len(exported)} models"
-    # MTP's layers are in no checkpoint and come from the model, whose config has no task's head.
-    config = None if case.has("--task") else outcome.model
-    (text,) = run_layout(
-        _compare_conversion, 1, config, saved[-1], exported[-1], timeout=bench.timeout
-    )
-    return text
-
-
-def _compare_conversion(config: Path | None, saved: Path, exported: Path) -> str | None:
-    """Return how the tensors of a checkpoint's conversion differ from those of an export."""
-    from mcore_qwen3vl.converters.convert import mcore_to_hf
-
-    mine = saved.parent / "converted"
-    mcore_to_hf(saved, mine, hf_config=config)
-    a, b = plain.load_tensors(mine), plain.load_tensors(exported)
-    if a.keys() != b.keys():
-        return f"only one of conversion and export has {sorted(a.keys() ^ b.keys())[:5]}"
-    wrong = [name for name in a if a[name].dtype != b[name].dtype or not a[name].equal(b[name])]
-    return f"{len(wrong)} tensors of conversion and export differ: {wrong[:5]}" if wrong else None
+    return differences(outcome, other, limits_again(case), name)
 
 
 def unused(case: Case, outcome: Outcome, bench: Bench) -> str | None:
@@ -502,13 +390,12 @@ def unused(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     if not outcome.finished or case.stop:
         return None
     said = re.findall(r"^not used of the command line: (--[\w-]+)", outcome.ran[0].printed, re.M)
-    for name in dict.fromkeys(said):
-        if not case.has(name):
-            continue
+    names = [name for name in dict.fromkeys(said) if case.has(name)]
+    for name in names:
         without = bench.run(case.without(name))
-        if without.finished and (text := _differences(outcome, without, AGAIN, f"no {name}")):
+        if without.finished and (text := differences(outcome, without, AGAIN, f"no {name}")):
             return f"{name} is said to be not used, and {text}"
-    return None
+    return "" if names else None
 
 
 _REMEDY = re.compile(
@@ -521,11 +408,12 @@ def remedy(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     """What a refusal tells to give or to leave out, given or left out, ends that refusal."""
     if not outcome.refusal or case.stop:
         return None
-    for other in remedied(case, outcome.refusal):
+    others = list(remedied(case, outcome.refusal))
+    for other in others:
         again = bench.run(other)
         if _without_numbers(again.refusal) == _without_numbers(outcome.refusal):
             return f"its remedy does not help: {outcome.refusal}"
-    return None
+    return "" if others else None
 
 
 def remedied(case: Case, refusal: str) -> Iterator[Case]:
@@ -556,7 +444,7 @@ def _without_numbers(text: str) -> str:
 
 ORACLES: tuple[Oracle, ...] = (
     crashed, each_record_once, frozen, never_stopped, converted_start, single_rank, tokens,
-    plain_loop, export, converted_end, unused, remedy,
+    plain_loop, export, converted_end, scores, answers, merge, unused, resumes, remedy,
 )  # fmt: skip
 """Those that need no other run come first."""
 
@@ -579,13 +467,21 @@ class Verdict:
 def judge(
     case: Case, bench: Bench, oracles: tuple[Oracle, ...] = ORACLES
 ) -> tuple[Outcome, Verdict | None]:
-    """Run a case, and return the first oracle's verdict that finds it wrong."""
+    """Run a case, and return the first oracle's verdict that finds it wrong.
+
+    The outcome names the oracles that know the case.
+    """
     outcome = bench.run(case)
+    outcome.judged_by = []
     for oracle in oracles:
         try:
             text = oracle(case, outcome, bench)
+        except CommandFailed as error:
+            text = " ".join(str(error).split())[:300]
         except Exception as error:
-            text = f"it cannot be judged: {type(error).__name__}: {_last_line(str(error))}"
+            text = f"it cannot be judged: {type(error).__name__}: {last_line(str(error))}"
         if text is not None:
+            outcome.judged_by.append(oracle.__name__)
+        if text:
             return outcome, Verdict(oracle.__name__, text)
     return outcome, None

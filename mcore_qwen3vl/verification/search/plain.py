@@ -6,19 +6,47 @@ Nothing here is this package's: what it computes is what a run is compared with.
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.video_utils import VideoMetadata
 
 
 class NotPlain(Exception):
     """The plain loop does not know this kind of record, loss or flag."""
+
+
+def load_model(folder: Path, **options: Any) -> Any:
+    """Load a model with transformers: a language model alone has another class."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    alone = not _has_vision(folder)
+    auto: Any = AutoModelForCausalLM if alone else AutoModelForImageTextToText
+    return auto.from_pretrained(folder, **options)
+
+
+def load_processor(folder: Path) -> Any:
+    """Load a processor; of a language model alone it is a tokenizer."""
+    from transformers import AutoProcessor, AutoTokenizer
+
+    auto: Any = AutoProcessor if _has_vision(folder) else AutoTokenizer
+    return auto.from_pretrained(folder)
+
+
+def _has_vision(folder: Path) -> bool:
+    return "vision_config" in json.loads((folder / "config.json").read_text("utf-8"))
+
+
+def tokenizer_of(processor: Any) -> Any:
+    return getattr(processor, "tokenizer", processor)
 
 
 @dataclass
@@ -38,9 +66,7 @@ def with_media(record: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
             for turn in record["conversations"]
         ]
     else:
-        turns = list(record["messages"])
-    if "objects" in record:
-        raise NotPlain("boxes")
+        turns = _with_boxes(record)
     images = record.get("images") or ([record["image"]] if "image" in record else [])
     waiting = {"image": list(images), "video": list(record.get("videos") or [])}
     found = []
@@ -53,12 +79,32 @@ def with_media(record: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
             if kind == "text":
                 placed.append(part)
             elif kind == "video":
-                raise NotPlain("videos")
+                listed = waiting[kind].pop(0)
+                frames = [str(folder / name) for name in listed["frames"]]
+                placed.append({"type": kind, kind: frames, "fps": listed["fps"]})
             else:
                 name = part.get(kind) or waiting[kind].pop(0)
                 placed.append({"type": kind, kind: str(folder / name)})
         found.append({**turn, "content": placed, "weight": turn.get("weight", 1.0)})
     return found
+
+
+def _with_boxes(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a record, with its names and boxes in the places of their tags."""
+    objects = record.get("objects", {"bbox_type": "norm1"})
+    if objects["bbox_type"] != "norm1":
+        raise NotPlain(objects["bbox_type"])
+    boxes = [[round(1000 * number) for number in box] for box in objects.get("bbox", ())]
+    waiting = {
+        "<ref-object>": list(objects.get("ref", ())),
+        "<bbox>": [str(box) for box in boxes],
+    }
+    turns = [dict(turn) for turn in record["messages"]]
+    for turn in turns if "objects" in record else ():
+        for tag, words in waiting.items():
+            while tag in turn["content"]:
+                turn["content"] = turn["content"].replace(tag, words.pop(0), 1)
+    return turns
 
 
 def _split(text: str) -> list[dict[str, Any]]:
@@ -80,12 +126,10 @@ def encode(processor: Any, record: Mapping[str, Any], folder: Path) -> Encoded:
 
     def tokens(count: int, **options: Any) -> dict[str, Tensor]:
         some = [{k: v for k, v in turn.items() if k != "weight"} for turn in turns[:count]]
-        return dict(
-            processor.apply_chat_template(
-                some, tools=record.get("tools"), tokenize=True, return_dict=True,
-                return_tensors="pt", **options,
-            )
-        )  # fmt: skip
+        text = processor.apply_chat_template(
+            some, tools=record.get("tools"), tokenize=False, **options
+        )
+        return dict(processor(text=[text], return_tensors="pt", **_media_of(some)))
 
     inputs = tokens(len(turns))
     ids = inputs["input_ids"][0]
@@ -93,10 +137,33 @@ def encode(processor: Any, record: Mapping[str, Any], folder: Path) -> Encoded:
     for index, turn in enumerate(turns):
         if turn["role"] == "assistant":
             start = tokens(index, add_generation_prompt=True)["input_ids"].shape[1]
-            end = processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
+            end = tokenizer_of(processor).convert_tokens_to_ids("<|im_end|>")
             stop = start + int((ids[start:] == end).nonzero()[0]) + 1
             weights[start:stop] = weight * float(turn["weight"])
     return Encoded(inputs, weights)
+
+
+def _media_of(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the images and videos of some messages as the processor takes them."""
+    from PIL import Image
+
+    def open_image(name: str) -> Any:
+        return Image.open(name).convert("RGB")
+
+    parts = [part for turn in turns for part in turn["content"]]
+    images = [open_image(part["image"]) for part in parts if part["type"] == "image"]
+    videos, metadata = [], []
+    for part in parts:
+        if part["type"] == "video":
+            frames = [torch.from_numpy(np.array(open_image(name))) for name in part["video"]]
+            places = list(range(len(frames)))
+            described = {"total_num_frames": len(frames), "fps": part["fps"]}
+            videos.append(torch.stack(frames).permute(0, 3, 1, 2))
+            metadata.append(VideoMetadata(**described, frames_indices=places))
+    media: dict[str, Any] = {"images": images} if images else {}
+    if videos:
+        media |= {"videos": videos, "video_metadata": metadata, "do_sample_frames": False}
+    return media
 
 
 def _encode_document(
@@ -115,12 +182,11 @@ def _encode_document(
     from PIL import Image
 
     opened = [Image.open(folder / name).convert("RGB") for name in images]
-    inputs = dict(
-        processor(text=[text + "<|endoftext|>"], images=opened or None, return_tensors="pt")
-    )
+    media_of = {"images": opened} if opened else {}
+    inputs = dict(processor(text=[text + "<|endoftext|>"], return_tensors="pt", **media_of))
     ids = inputs["input_ids"][0]
     names = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
-    media = torch.tensor(processor.tokenizer.convert_tokens_to_ids(list(names)))
+    media = torch.tensor(tokenizer_of(processor).convert_tokens_to_ids(list(names)))
     return Encoded(inputs, torch.where(torch.isin(ids, media), 0.0, weight))
 
 
@@ -133,12 +199,16 @@ class Recipe:
     """What a loop does with its samples.
 
     Attributes:
-        loss: a loss of tokens or of pairs, or ``embedding``.
+        loss: a loss of tokens, of pairs or of labelled answers, ``distill``, or a task.
         style, warmup, steps, min_lr: the schedule: its decay, the steps in which the rate rises
             from 0, and the step at which it has fallen to `min_lr`.
         trained: whether a parameter trains, by the part it is in.
         multiples: multiples of the rate, by part.
-        beta, gamma: of a loss of pairs.
+        beta, gamma: of a loss of pairs or of labelled answers.
+        exchanging: how many records after one another exchange their answers; of ``kto``.
+        longest: the most tokens of a sequence with another's answer.
+        wanted, unwanted: weights of the losses of answers with these labels.
+        teacher: the model that ``distill`` learns from.
         adapter: a PEFT adapter, which alone trains.
     """
 
@@ -156,6 +226,11 @@ class Recipe:
     multiples: Mapping[str, float] = field(default_factory=dict)
     beta: float = 0.1
     gamma: float = 0.0
+    exchanging: int = 1
+    longest: int = 256
+    wanted: float = 1.0
+    unwanted: float = 1.0
+    teacher: Path | None = None
     adapter: Path | None = None
 
     def rate(self, done: int) -> float:
@@ -188,17 +263,15 @@ def train(
 
     The loss of a step is a sum over its tokens or records, divided once.
     """
-    from transformers import AutoModelForImageTextToText, AutoProcessor
-
     torch.set_num_threads(1)
-    processor = AutoProcessor.from_pretrained(model_folder)
-    model = AutoModelForImageTextToText.from_pretrained(model_folder, dtype=torch.float32)
+    processor = load_processor(model_folder)
+    model = load_model(model_folder, dtype=torch.float32)
     if recipe.adapter is not None:
-        from peft import PeftModel
-
-        model = PeftModel.from_pretrained(model, recipe.adapter, is_trainable=True)
+        model = adapted(model, recipe.adapter, is_trainable=True)
     model.train()
-    reference = copy.deepcopy(model).eval() if recipe.loss == "dpo" else None
+    reference = copy.deepcopy(model).eval() if recipe.loss in ("dpo", "kto") else None
+    if recipe.teacher is not None:
+        reference = load_model(recipe.teacher, dtype=torch.float32).eval()
     named = {
         n: one
         for n, one in model.named_parameters()
@@ -213,7 +286,7 @@ def train(
         samples = [encode_all(processor, record, folder) for record in records]
         optimizer.zero_grad(set_to_none=False)
         total = 0.0
-        for loss in _losses_of_step(model, reference, samples, recipe):
+        for loss in _losses_of_step(model, reference, records, samples, recipe):
             loss.backward()
             total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(named.values(), recipe.clip or math.inf)
@@ -227,11 +300,19 @@ def train(
 
 
 def _losses_of_step(
-    model: Any, reference: Any, samples: Sequence[Sequence[Encoded]], recipe: Recipe
+    model: Any,
+    reference: Any,
+    records: Sequence[Mapping[str, Any]],
+    samples: Sequence[Sequence[Encoded]],
+    recipe: Recipe,
 ) -> Iterator[Tensor]:
     """Yield parts of a step's loss, of which one is computed at a time."""
     if recipe.loss == "embedding":
         yield _contrastive_loss(model, samples)
+        return
+    if recipe.loss == "kto":
+        labels = [bool(record["label"]) for record in records]
+        yield from _labelled_losses(model, reference, [one for (one,) in samples], labels, recipe)
         return
     whole = sum(_divisor(some, recipe.loss) for some in samples)
     for some in samples:
@@ -249,6 +330,52 @@ def _contrastive_loss(model: Any, samples: Sequence[Sequence[Encoded]]) -> Tenso
     firsts = [sum(len(some) - 1 for some in embedded[:index]) for index in range(len(embedded))]
     cosines = torch.stack([query for query, *_ in embedded]) @ documents.T
     return F.cross_entropy(20.0 * cosines, torch.tensor(firsts))
+
+
+def _labelled_losses(
+    model: Any,
+    reference: Any,
+    samples: Sequence[Encoded],
+    labels: Sequence[bool],
+    recipe: Recipe,
+) -> Iterator[Tensor]:
+    """Yield the loss of each labelled answer, as TRL's ``KTOTrainer`` has it, over their number.
+
+    The baseline is the mean change of answers to other prompts: each prompt is followed by the
+    answer of the record before it among those that exchange theirs.
+    """
+
+    def change(sample: Encoded) -> Tensor:
+        trained = sample.weights[1:] > 0
+        with torch.no_grad():
+            before = (_losses(reference, sample) * trained).sum()
+        return before - (_losses(model, sample) * trained).sum()
+
+    with torch.no_grad():
+        changes = []
+        for first in range(0, len(samples), recipe.exchanging):
+            some = samples[first : first + recipe.exchanging]
+            if len(some) > 1:
+                neighbours = zip(some, [some[-1], *some[:-1]], strict=True)
+                changes += [change(_exchanged(*two, recipe.longest)) for two in neighbours]
+        baseline = torch.stack(changes).mean().clamp(min=0) if changes else 0.0
+    for sample, label in zip(samples, labels, strict=True):
+        sign, weight = (1, recipe.wanted) if label else (-1, recipe.unwanted)
+        gain = recipe.beta * sign * (change(sample) - baseline)
+        yield weight * (1 - torch.sigmoid(gain)) / len(samples)
+
+
+def _exchanged(sample: Encoded, other: Encoded, longest: int) -> Encoded:
+    """Return the prompt of a sample with the answer of another."""
+    end, start = (int(one.weights.nonzero()[0]) for one in (sample, other))
+    per_token = ("input_ids", "attention_mask", "mm_token_type_ids")
+    inputs = {
+        name: torch.cat([value[:, :end], other.inputs[name][:, start:]], 1)[:, :longest]
+        if name in per_token
+        else value
+        for name, value in sample.inputs.items()
+    }
+    return Encoded(inputs, torch.cat([sample.weights[:end], other.weights[start:]])[:longest])
 
 
 def encode_all(processor: Any, record: Mapping[str, Any], folder: Path) -> list[Encoded]:
@@ -310,14 +437,38 @@ def _sum_of(model: Any, reference: Any, some: Sequence[Encoded], recipe: Recipe)
     if len(some) == 2:
         return _loss_of_pair(model, reference, some, recipe)
     (sample,) = some
-    losses, weights = _losses(model, sample), sample.weights[1:]
-    return (losses * ((weights > 0) if recipe.loss == "cross_entropy" else weights)).sum()
+    if recipe.loss == "distill":
+        losses = _divergences(model, reference, sample)
+    else:
+        losses = _losses(model, sample)
+    weights = sample.weights[1:]
+    by_mask = recipe.loss in ("cross_entropy", "distill")
+    return (losses * ((weights > 0) if by_mask else weights)).sum()
 
 
 def _losses(model: Any, sample: Encoded) -> Tensor:
     """Return the loss of each token but the first."""
     logits = model(**sample.inputs).logits[0, :-1].float()
     return F.cross_entropy(logits, sample.inputs["input_ids"][0, 1:], reduction="none")
+
+
+_LIKELIEST = 64
+"""Of a teacher's tokens, those that a student learns from by default."""
+
+
+def _divergences(model: Any, teacher: Any, sample: Encoded) -> Tensor:
+    """Return KL(teacher || student) before each token but the first.
+
+    Both are distributions over the teacher's likeliest tokens and all others together.
+    """
+    with torch.no_grad():
+        theirs = teacher(**sample.inputs).logits[0, :-1].float().softmax(-1)
+    mine = model(**sample.inputs).logits[0, :-1].float().softmax(-1)
+    likeliest, ids = theirs.topk(min(_LIKELIEST, theirs.shape[-1]))
+    others = torch.ones_like(theirs).scatter(-1, ids, 0.0)
+    p = torch.cat([likeliest, (theirs * others).sum(-1, keepdim=True)], -1)
+    q = torch.cat([mine.gather(-1, ids), (mine * others).sum(-1, keepdim=True)], -1)
+    return (p * (p.log() - q.log())).sum(-1)
 
 
 def _loss_of_pair(model: Any, reference: Any, pair: Sequence[Encoded], recipe: Recipe) -> Tensor:
@@ -360,14 +511,63 @@ def moved_parts(model_folder: Path, other_folder: Path) -> list[str]:
     return sorted(set(found))
 
 
-def mean_loss(model_folder: Path, records: Sequence[Mapping[str, Any]], folder: Path) -> float:
-    """Return the mean loss of the trained tokens of all records, under a model as it is loaded."""
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+def adapted(model: Any, adapter: Path, **options: Any) -> Any:
+    """Put a PEFT adapter on a model."""
+    from peft import PeftModel
 
+    return PeftModel.from_pretrained(model, adapter, **options)
+
+
+def _load_adapted(model_folder: Path, adapter: Path | None) -> Any:
+    """Load a model as it is, with an adapter if there is one, to compute without gradients."""
     torch.set_num_threads(1)
-    processor = AutoProcessor.from_pretrained(model_folder)
-    model = AutoModelForImageTextToText.from_pretrained(model_folder).eval()
+    model = load_model(model_folder)
+    return (model if adapter is None else adapted(model, adapter)).eval()
+
+
+def mean_loss(
+    model_folder: Path,
+    records: Sequence[Mapping[str, Any]],
+    folder: Path,
+    adapter: Path | None = None,
+) -> float:
+    """Return the mean loss of the trained tokens of all records, under a model as it is loaded."""
+    totals = log_probabilities(model_folder, records, folder, adapter)
+    processor = load_processor(model_folder)
+    samples = [[encode(processor, record, folder)] for record in records]
+    return -sum(totals) / sum(_divisor(sample, "cross_entropy") for sample in samples)
+
+
+def log_probabilities(
+    model_folder: Path,
+    records: Sequence[Mapping[str, Any]],
+    folder: Path,
+    adapter: Path | None = None,
+) -> list[float]:
+    """Return the log-probability of each record's trained tokens."""
+    processor, model = load_processor(model_folder), _load_adapted(model_folder, adapter)
     samples = [[encode(processor, record, folder)] for record in records]
     with torch.no_grad():
-        total = sum(float(_sum_of(model, None, sample, Recipe())) for sample in samples)
-    return total / sum(_divisor(sample, "cross_entropy") for sample in samples)
+        return [-float(_sum_of(model, None, sample, Recipe())) for sample in samples]
+
+
+def answer(model_folder: Path, prompt: str, count: int, adapter: Path | None = None) -> list[int]:
+    """Return the tokens of the likeliest answer, of at most so many."""
+    processor, model = load_processor(model_folder), _load_adapted(model_folder, adapter)
+    turn = {"role": "user", "content": [{"type": "text", "text": prompt}]}
+    inputs = processor.apply_chat_template(
+        [turn], tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
+    )
+    with torch.no_grad():
+        found = model.generate(**inputs, max_new_tokens=count, do_sample=False)
+    new: list[int] = found[0, inputs["input_ids"].shape[1] :].tolist()
+    return new
+
+
+def unlike_merged(model_folder: Path, adapter: Path, merged: Path) -> list[str]:
+    """Return the tensors of a merged model that are not those that PEFT computes."""
+    expected = _load_adapted(model_folder, adapter).merge_and_unload().state_dict()
+    found = load_model(merged).state_dict()
+    names = expected.keys() & found.keys()
+    wrong = [name for name in names if not torch.allclose(expected[name], found[name], 1e-4, 1e-6)]
+    return sorted([*wrong, *(expected.keys() ^ found.keys())])

@@ -190,7 +190,8 @@ def retrieval(rng: Random) -> Record:
     if rng.random() < 0.3:
         query = {"text": query, "image": _image(rng)}
     negatives = [_text(rng) for _ in range(rng.randint(0, 2))]
-    return {"query": query, "positive": {"image": _image(rng)}, "negatives": negatives}
+    positive: Any = {"image": _image(rng)} if rng.random() < 0.6 else _text(rng)
+    return {"query": query, "positive": positive, "negatives": negatives}
 
 
 def with_label(rng: Random) -> Record:
@@ -221,6 +222,26 @@ def makers_of(loss: type[Loss], name: str) -> tuple[Maker, ...]:
     if name != "cross_entropy":  # what tells its losses apart are weights
         return (weights, one_image, page)
     return (*CONVERSATIONS, *DOCUMENTS)
+
+
+def without_media(makers: tuple[Maker, ...]) -> tuple[Maker, ...]:
+    """Return what makes those records of each kind that have no media."""
+
+    def textual(maker: Maker) -> Maker:
+        def make(rng: Random) -> Record:
+            while _has_media(record := maker(rng)):
+                pass
+            return record
+
+        return make
+
+    some = range(20)  # a kind with media in all of so many has them always
+    kinds = (one for one in makers if not all(_has_media(one(Random(seed))) for seed in some))
+    return tuple(map(textual, kinds))
+
+
+def _has_media(record: Record) -> bool:
+    return ".png" in json.dumps(record)
 
 
 def lines(rng: Random, makers: tuple[Maker, ...], count: int, bad: bool) -> tuple[str, ...]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import itertools
 import json
+import multiprocessing
 import os
 import resource
 import shutil
@@ -37,6 +39,7 @@ from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.events import RunObserver
 from mcore_qwen3vl.training.logs.terminal import loss_name
 from mcore_qwen3vl.verification.curves import import_for_ranks, run_rank
+from mcore_qwen3vl.verification.search import plain
 from mcore_qwen3vl.verification.search.case import (
     ADAPTER,
     OTHER,
@@ -94,21 +97,26 @@ class Outcome:
         ran: each command.
         folder: where the run lies: ``log.jsonl``, ``save``, ``hf``.
         media: where the media of the records lie.
+        judged_by: the oracles that knew the case, by name.
     """
 
     ran: list[Ran]
     folder: Path
     model: Path
     media: Path
+    judged_by: list[str] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
         """Whether the last command trained to its end."""
-        return not any(one.refusal or one.crash for one in self.ran)
+        return not (self.refusal or any(one.crash for one in self.ran))
 
     @property
     def refusal(self) -> str:
-        return next((one.refusal for one in self.ran if one.refusal), "")
+        """What a command was refused for; that a disk was full is no refusal if the run went on."""
+        first, *later = self.ran
+        unexpected = later if first.filled and later else self.ran
+        return next((one.refusal for one in unexpected if one.refusal), "")
 
     @property
     def log(self) -> dict[int, dict[str, Any]]:
@@ -122,6 +130,10 @@ class Outcome:
 
     def names(self, step: int) -> Counter[str]:
         return Counter(sample.name for sample in self.samples.get(step, ()))
+
+
+class CommandFailed(Exception):
+    """A command behind a run has failed."""
 
 
 class Bench:
@@ -177,16 +189,40 @@ class Bench:
                 family=family,
                 moe="--moe" in words,
                 tie="--tie" in words,
+                text_only="--text-only" in words,
                 seed=int(values.get("--seed", "0")),
             )
             self._models[words] = path
         return self._models[words]
+
+    def other_model(self, case: Case) -> Path:
+        """Return the model that :data:`.OTHER` stands for."""
+        return self.model((*case.model, "--seed", "1"))
 
     def run(self, case: Case) -> Outcome:
         """Run a case, or return what it did before."""
         if case not in self._outcomes:
             self._outcomes[case] = self._run(case)
         return self._outcomes[case]
+
+    def call(self, words: Sequence[str]) -> str:
+        """Run a command of ``mcore-qwen3vl``, and return its standard output.
+
+        Raises:
+            CommandFailed: its exit code is not 0.
+        """
+        files = [self.folder / name for name in ("output.txt", "messages.txt")]
+        process = multiprocessing.get_context("fork").Process(target=_call, args=(words, *files))
+        process.start()
+        process.join(self.timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        output, messages = (file.read_text("utf-8", errors="replace") for file in files)
+        if process.exitcode:
+            name = " ".join(itertools.takewhile(str.isalpha, words))
+            raise CommandFailed(f"{name} ended with {process.exitcode}: {messages or output}")
+        return output
 
     def forget(self, case: Case) -> None:
         """Remove the runs of a case under any layout."""
@@ -204,13 +240,13 @@ class Bench:
         if case.form == "parquet":
             write_parquet(str(folder / "train.jsonl"), str(folder / "train.parquet"))
         media = folder if case.media is None else Path(case.media)
-        outcome = Outcome([], folder, self.model(case.model), media)
+        outcome = Outcome([], folder, self._model_of(case), media)
         other = ""
         if any(OTHER in flag for flag in case.flags):
-            other = str(self.model((*case.model, "--seed", "1")))
+            other = str(self.other_model(case))
         if any(ADAPTER in flag for flag in case.flags):
             write_adapter(outcome.model, folder / "adapter")
-        if case.start == "--pretrained-checkpoint":
+        if case.start == "megatron":
             (folder / "converted").symlink_to(self._converted(outcome.model))
         for segment in segments(case):
             words = segment.words(case, str(folder), str(outcome.model), other)
@@ -219,6 +255,16 @@ class Bench:
             if ran.crash or (ran.refusal and not ran.filled):
                 break
         return outcome
+
+    def _model_of(self, case: Case) -> Path:
+        """Return the Hugging Face model of a case, in its form."""
+        published = self.model(case.model)
+        if case.start != "transformers":
+            return published
+        path = published.with_name(f"{published.name}-again")
+        if not path.exists():
+            run_layout(save_again, 1, published, path, timeout=self.timeout)
+        return path
 
     def _converted(self, model: Path) -> Path:
         """Return a model as a Megatron-Core checkpoint."""
@@ -261,6 +307,12 @@ class Bench:
         ran.validations = [entry for entry in entries if not loss_name(entry)]
         ran.samples = _samples(notes)
         return ran
+
+
+def save_again(model: Path | str, path: Path | str) -> None:
+    """Load a model with transformers, and write it and its processor as transformers does."""
+    plain.load_model(Path(model)).save_pretrained(path)
+    plain.load_processor(Path(model)).save_pretrained(path)
 
 
 def write_adapter(model: Path | str, folder: Path | str) -> None:
@@ -385,6 +437,16 @@ def _samples(notes: Path) -> dict[int, list[TrainedSample]]:
                 for name, tokens, weights in batch
             )
     return found
+
+
+def _call(words: Sequence[str], output: Path, messages: Path) -> None:
+    """Run the command line in this process, with its standard output and error in files."""
+    from mcore_qwen3vl.cli.app import main
+
+    with output.open("w") as sys.stdout, messages.open("w") as sys.stderr:
+        os.dup2(sys.stdout.fileno(), 1)
+        os.dup2(sys.stderr.fileno(), 2)
+        main(list(words))
 
 
 def _rank(words: list[str], notes: Path, segment: Segment) -> tuple[int, list[str]]:

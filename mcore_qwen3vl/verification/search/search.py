@@ -12,7 +12,7 @@ import os
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -77,6 +77,13 @@ class Search:
     every: int = 1
     findings: list[Counterexample] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    judged: Counter[str] = field(default_factory=Counter)
+    """How many cases each oracle knew, by its name."""
+
+    @property
+    def judgements(self) -> str:
+        """How many cases each oracle knew, in words."""
+        return _judgements(self.judged)
 
     def case(self, number: int) -> Case:
         """Return the case of a number."""
@@ -95,6 +102,7 @@ class Search:
             case = self.case(number)
             outcome, verdict = judge(case, self.bench, self.oracles)
             self.counts["refused" if outcome.refusal else "ran"] += 1
+            self.judged.update(outcome.judged_by)
             if verdict is not None:
                 if any(one.covers(case, verdict) for one in self.findings):
                     self.counts["found again"] += 1
@@ -152,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         bench = Bench(folder)
         if given.table:
             return _try_flags(bench, folder, begun + 60 * given.minutes, given.table, given.workers)
-        counts, findings = _run_workers(
+        counts, judged, findings = _run_workers(
             bench, folder, begun + 60 * given.minutes, given.seed, given.cases, given.workers,
             given.findings,
         )  # fmt: skip
@@ -163,7 +171,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{counts['refused']} of them refused; {findings} findings, "
         f"{counts['found again']} cases found one again"
     )
+    print(f"judged by {_judgements(judged)}")
     return CheckFailed.exit_code if findings else 0
+
+
+def _judgements(judged: Mapping[str, int]) -> str:
+    names = (oracle.__name__ for oracle in ORACLES)
+    return ", ".join(f"{name} {judged.get(name, 0)}" for name in names)
 
 
 def _try_flags(bench: Bench, folder: Path, until: float, file: Path, workers: int) -> int:
@@ -225,25 +239,30 @@ def _judge_again(file: Path, bench: Bench) -> int:
 def _run_workers(
     bench: Bench, folder: Path, until: float, seed: int, most: int | None, workers: int,
     kept: Path | None,
-) -> tuple[Counter[str], int]:  # fmt: skip
-    """Search in forks of this process, which share the cases; return counts and findings."""
+) -> tuple[Counter[str], Counter[str], int]:  # fmt: skip
+    """Search in forks of this process, which share the cases.
+
+    It returns the counts, those of each oracle, and the number of findings.
+    """
 
     def work(worker: int, put: Callable[[Any], None]) -> None:
         search = Search(bench.moved_to(folder / str(worker)), seed, first=worker, every=workers)
         try:
             search.run(until, most, heard=put)
         finally:
-            put(search.counts)
+            put((search.counts, search.judged))
 
     counts: Counter[str] = Counter()
+    judged: Counter[str] = Counter()
     findings: list[Counterexample] = []
     for told in _in_forks(work, workers):
         if not isinstance(told, Counterexample):
-            counts += told
+            counts += told[0]
+            judged += told[1]
         elif not any(one.covers(told.case, told.verdict) for one in findings):
             findings.append(told)
             _show(told, kept, len(findings), seed)
-    return counts, len(findings)
+    return counts, judged, len(findings)
 
 
 def _show(finding: Counterexample, kept: Path | None, number: int, seed: int) -> None:

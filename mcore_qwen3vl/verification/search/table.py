@@ -13,12 +13,12 @@ from random import Random
 
 from mcore_qwen3vl.verification.search import records
 from mcore_qwen3vl.verification.search.case import Case, Flag
+from mcore_qwen3vl.verification.search.comparing import same_result
 from mcore_qwen3vl.verification.search.flags import DrawnFlag, drawable
 from mcore_qwen3vl.verification.search.oracles import (
     crashed,
     judge,
     remedy,
-    same_result,
     single_rank,
 )
 from mcore_qwen3vl.verification.search.running import Bench

@@ -1,0 +1,112 @@
+"""What the oracles compare: how close two runs have to be, and where they differ."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mcore_qwen3vl.runtime.launch import RanksFailed, run_layout
+from mcore_qwen3vl.verification.search import plain
+from mcore_qwen3vl.verification.search.case import Case
+from mcore_qwen3vl.verification.search.running import Bench, Outcome
+
+LIMITS = {"loss": 2e-5, "grad norm": 3e-4, "rate": 1e-9}
+"""Largest relative differences in float32 between two layouts, or to the plain loop, in few steps;
+the norm of a step carries what rounding did to the weights of the steps before."""
+AGAIN = {"loss": 2e-6, "grad norm": 3e-5, "rate": 0.0}
+"""The same where the same is computed once more: some products round otherwise by where in memory
+their operands lie, and a run's other flags move them."""
+HALF = {"loss": 2e-2, "grad norm": 2e-1, "rate": 1e-9}
+"""The same in bf16 and fp16."""
+
+
+TOKEN_LOSSES = ("cross_entropy", "weighted_cross_entropy", "scaled_cross_entropy")
+
+
+def limits_of(case: Case) -> Mapping[str, float]:
+    return HALF if case.has("--bf16") or case.has("--fp16") else LIMITS
+
+
+def limits_again(case: Case) -> Mapping[str, float]:
+    """Return the limits where the same is computed once more."""
+    return AGAIN if limits_of(case) is LIMITS else HALF
+
+
+def differences(one: Outcome, other: Outcome, limits: Mapping[str, float], name: str) -> str:
+    """Return where the samples or the logs of two runs differ; nothing if they agree."""
+    mine, theirs = one.log, other.log
+    if mine.keys() != theirs.keys():
+        return f"it has the steps {sorted(mine)}, and {name} {sorted(theirs)}"
+    for step in sorted(mine):
+        if one.names(step) != other.names(step):
+            return (
+                f"step {step} trained on {dict(one.names(step))}, "
+                f"and {name} on {dict(other.names(step))}"
+            )
+        for key in sorted(mine[step].keys() & theirs[step].keys()):
+            kind = kind_of(key)
+            if kind is None:
+                continue
+            a, b = mine[step][key], theirs[step][key]
+            if not agree(a, b, limits[kind]):
+                return f"step {step}: {key} is {a}, and {b} in {name}"
+    a, b = validations(one), validations(other)
+    for key in a.keys() & b.keys():
+        if not agree(a[key], b[key], limits["loss"]):
+            return f"{key} is {a[key]}, and {b[key]} in {name}"
+    return ""
+
+
+def same_result(one: Outcome, other: Outcome) -> bool:
+    """Return whether two runs logged the same, but for its last digits."""
+    return differences(one, other, AGAIN, "") == ""
+
+
+def validations(outcome: Outcome) -> dict[str, float]:
+    """Return the numbers of the last validation."""
+    entries = [entry for one in outcome.ran for entry in one.validations]
+    return {k: v for k, v in (entries[-1] if entries else {}).items() if k.startswith("valid")}
+
+
+def kind_of(key: str) -> str | None:
+    """Return which limit is a logged number's; None for one of speed or of the layout."""
+    if key == "learning rate":
+        return "rate"
+    if "grad norm" in key:
+        return "grad norm"
+    return "loss" if key.endswith("loss") else None
+
+
+def agree(a: Any, b: Any, limit: float) -> bool:
+    if a is None or b is None:
+        return bool(a == b)
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return False
+    return abs(a - b) <= limit * max(abs(a), abs(b), 1e-3)
+
+
+def end_of(outcome: Outcome) -> str:
+    return outcome.refusal or last_line(outcome.ran[-1].crash)
+
+
+def last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Failed)\b", line)]
+    return (named or lines or [""])[-1][:300]
+
+
+def compute_plainly[T](bench: Bench, compute: Callable[..., T], *args: Any) -> T | None:
+    """Compute in a fork with one of :mod:`.plain`'s functions; None for what it does not know."""
+    try:
+        (found,) = run_layout(compute, 1, *args, timeout=bench.timeout)
+    except RanksFailed as error:
+        if plain.NotPlain.__name__ in str(error):
+            return None
+        raise
+    return found
+
+
+def cuts_records(case: Case) -> bool:
+    return case.value("--overlong") == "truncate"
