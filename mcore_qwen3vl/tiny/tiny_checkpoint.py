@@ -131,8 +131,14 @@ def read_vocabulary(file: str | Path) -> Vocabulary:
     )
 
 
+FamilyName = Literal["qwen3-vl", "qwen3.5"]
+
+
 def write_processor(
-    path: Path, vision_config: dict[str, Any], vocabulary: Vocabulary = TINY
+    path: Path,
+    vision_config: dict[str, Any],
+    vocabulary: Vocabulary = TINY,
+    family: FamilyName = "qwen3-vl",
 ) -> None:
     """Save a ``Qwen3VLProcessor`` to `path`, with the patch sizes of `vision_config`.
 
@@ -158,24 +164,29 @@ def write_processor(
         image_processor=Qwen2VLImageProcessor(size=image_size, **common),
         tokenizer=vocabulary.make_tokenizer(),
         video_processor=Qwen3VLVideoProcessor(size=video_size, min_frames=2, fps=2, **common),
-        chat_template=chat_template(),
+        chat_template=chat_template(family),
     )
     processor.save_pretrained(path)
 
 
-def write_tokenizer(path: Path, vocabulary: Vocabulary = TINY) -> None:
+def write_tokenizer(path: Path, family: FamilyName, vocabulary: Vocabulary = TINY) -> None:
     """Save a ``Qwen2Tokenizer`` with the chat template: all that a language model alone has."""
     tokenizer = vocabulary.make_tokenizer()
-    tokenizer.chat_template = chat_template()
+    tokenizer.chat_template = chat_template(family)
     tokenizer.save_pretrained(path)
 
 
-def chat_template() -> str:
-    """Return the chat template: ChatML turns, with a bracketed placeholder token for media."""
-    return files(__package__).joinpath("chat_template.jinja").read_text(encoding="utf-8")
+def chat_template(family: FamilyName = "qwen3-vl") -> str:
+    """Return the chat template: ChatML turns, with a bracketed placeholder token for media.
+
+    That of Qwen3.5 writes reasoning, tools and calls as the published one does, and reads
+    ``enable_thinking`` and ``preserve_thinking``. If ``enable_thinking`` is not given, the model
+    decides: unlike with the published one, a prompt then ends as Qwen3-VL's does, and an answer
+    without reasoning has no empty block before it.
+    """
+    return files(__package__).joinpath(f"{family}.jinja").read_text(encoding="utf-8")
 
 
-FamilyName = Literal["qwen3-vl", "qwen3.5"]
 FAMILIES_WITHOUT_TOWER: tuple[FamilyName, ...] = ("qwen3.5",)
 """Those whose language model alone has a class in transformers."""
 
@@ -393,9 +404,9 @@ def write_tiny_checkpoint(
     else:
         _save_published(model, config, path, max_shard_size)
     if text_only:
-        write_tokenizer(path, vocabulary)
+        write_tokenizer(path, family, vocabulary)
     else:
-        write_processor(path, config["vision_config"], vocabulary)
+        write_processor(path, config["vision_config"], vocabulary, family)
     return path
 
 
@@ -516,12 +527,13 @@ def write_stand_in(
     They are for runs whose results do not matter, such as those on the simulated GPU.
     """
     fields: dict[str, Any] = json.loads(config.read_text("utf-8"))
-    text, has_vision = text_section(fields), family_of(fields).has_vision
+    text, architecture = text_section(fields), family_of(fields)
+    family: FamilyName = "qwen3.5" if architecture.hybrid else "qwen3-vl"
     _set_layers(text, layers or text["num_hidden_layers"])
-    if not has_vision:
+    if not architecture.has_vision:
         out.mkdir(parents=True)
         (out / "config.json").write_text(json.dumps(fields, indent=1), "utf-8")
-        write_tokenizer(out)
+        write_tokenizer(out, family)
         return
     vision = fields["vision_config"]
     for name, token in _TOKENS.items():
@@ -531,7 +543,7 @@ def write_stand_in(
         vision["deepstack_visual_indexes"] = list(range(len(vision["deepstack_visual_indexes"])))
     out.mkdir(parents=True)
     (out / "config.json").write_text(json.dumps(fields, indent=1), "utf-8")
-    write_processor(out, vision)
+    write_processor(out, vision, family=family)
     file = out / "processor_config.json"
     processor = json.loads(file.read_text("utf-8"))
     processor["image_processor"]["size"] = {"shortest_edge": 4096, "longest_edge": _MOST_PIXELS}

@@ -13,6 +13,7 @@ from mcore_qwen3vl.data.encoding.preparation import Preparation, RawSample
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.reading import PLAIN, BadSample, Reading
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.tiny.tiny_checkpoint import chat_template
 from tests.data.records.format_examples import CALL, WEATHER
 from tests.data.records.published_templates import SWITCHED, THINKING
 
@@ -21,6 +22,7 @@ Q, A = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo."
 CALLED = {
     **A, "tool_calls": [{"type": "function", "function": {**CALL, "arguments": {"city": "Oslo"}}}]
 }  # fmt: skip
+TINY = chat_template("qwen3.5")
 RECORDS: dict[str, dict[str, Any]] = {
     "an answer": {"messages": [Q, A]},
     "a system text": {"messages": [{"role": "system", "content": "Be brief."}, Q, A]},
@@ -48,7 +50,9 @@ def planned(preparation: Preparation, record: Any) -> Any:
 
 @pytest.mark.parametrize("name", RECORDS)
 @pytest.mark.parametrize("arguments", [{}, ON, OFF], ids=["none", "on", "off"])
-@pytest.mark.parametrize("template", [THINKING, SWITCHED], ids=["Thinking", "switched"])
+@pytest.mark.parametrize(
+    "template", [THINKING, SWITCHED, TINY], ids=["Thinking", "switched", "tiny Qwen3.5"]
+)
 def test_tokens_are_those_of_transformers_with_the_same_arguments(
     name: str, arguments: dict[str, bool], template: str, processor: Any
 ) -> None:
@@ -60,7 +64,8 @@ def test_tokens_are_those_of_transformers_with_the_same_arguments(
     prompt = processor.apply_chat_template(plain[:-1], add_generation_prompt=True, **options)
     given = {**record, "chat_template_kwargs": arguments}
     if not whole.startswith(prompt):  # reasoning, where the prompt says that there is none
-        assert (name, arguments, template) == ("reasoning", OFF, SWITCHED)
+        assert (name, arguments) == ("reasoning", OFF)
+        assert template in (SWITCHED, TINY)
         with pytest.raises(BadSample, match="without its generation prompt"):
             planned(prepared(processor), given)
         return
@@ -76,6 +81,44 @@ def test_tokens_are_those_of_transformers_with_the_same_arguments(
     assert not trained[: len(tokens[0])].any()
     named = [item.name for item in plan.unused if item.where == "chat_template_kwargs"]
     assert named == (list(arguments) if template is THINKING else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "answer"),
+    [
+        ("an answer", {}, "Yo."),
+        ("an answer", ON, "\n</think>\n\nYo."),
+        ("an answer", OFF, "Yo."),
+        ("reasoning", {}, "<think>\nHm.\n</think>\n\nYo."),
+        ("reasoning", ON, "Hm.\n</think>\n\nYo."),
+        (
+            "tools",
+            {},
+            "Yo.\n<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n"
+            "</function>\n</tool_call>",
+        ),
+        ("a result", {}, "Yo."),
+    ],
+)
+def test_the_tiny_qwen3_5_thinks_and_calls_tools(
+    name: str, arguments: dict[str, bool], answer: str, processor: Any
+) -> None:
+    processor.chat_template = TINY
+    plan = planned(prepared(processor), {**RECORDS[name], "chat_template_kwargs": arguments})
+    trained = plan.input_ids[plan.loss_weights > 0]
+    assert processor.tokenizer.decode(trained) == f"{answer}<|im_end|>"
+    assert not plan.unused
+
+
+def test_a_plain_chat_of_the_tiny_qwen3_5_is_that_of_qwen3_vl(processor: Any) -> None:
+    image = {"type": "image", "image": "a.png"}
+    turns = [{"role": "system", "content": "Be brief."}, {**Q, "content": [image]}, A, Q]
+    options: Any = {"add_generation_prompt": True, "tokenize": False}
+    texts = [
+        processor.apply_chat_template(turns, chat_template=template, **options)
+        for template in (chat_template(), TINY)
+    ]
+    assert texts[0] == texts[1]
 
 
 def test_without_thinking_the_answer_follows_an_empty_block(processor: Any) -> None:
