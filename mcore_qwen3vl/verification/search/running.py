@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import resource
+import runpy
 import shutil
 import signal
 import sys
@@ -440,13 +441,15 @@ def _samples(notes: Path) -> dict[int, list[TrainedSample]]:
 
 
 def _call(words: Sequence[str], output: Path, messages: Path) -> None:
-    """Run the command line in this process, with its standard output and error in files."""
-    from mcore_qwen3vl.cli.app import main
+    """Run the command line in this process, with its standard output and error in files.
 
+    It is run as ``python -m`` runs it: the command line imports this package, and not the reverse.
+    """
     with output.open("w") as sys.stdout, messages.open("w") as sys.stderr:
         os.dup2(sys.stdout.fileno(), 1)
         os.dup2(sys.stderr.fileno(), 2)
-        main(list(words))
+        sys.argv = ["mcore-qwen3vl", *words]
+        runpy.run_module("mcore_qwen3vl", run_name="__main__")
 
 
 def _rank(words: list[str], notes: Path, segment: Segment) -> tuple[int, list[str]]:
