@@ -26,11 +26,14 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from mcore_qwen3vl.unused.fields import Unused, sentences
 
@@ -176,21 +179,35 @@ def byte_progress(title: str, *, quiet: bool = False) -> Iterator[ReportBytes]:
         )
 
 
+class _RateColumn(ProgressColumn):
+    """How many of a task are done in a second."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.speed is None else f"{task.speed:,.1f} a second")
+
+
 @contextmanager
 def count_progress(title: str, total: int, what: str) -> Iterator[Callable[[int], None]]:
     """Yield ``advance(done)``, which shows on standard error how many of `total` are done.
 
-    It updates in place on a terminal, and prints a line every half a minute elsewhere.
+    The rate and the time that is left are shown too. It updates in place on a terminal, and prints
+    a line every half a minute elsewhere.
     """
     if not messages.is_terminal:
-        said = time.monotonic()
+        began = said = time.monotonic()
+        before: int | None = None  # done by an earlier run, which this one continues
 
         def say_seldom(done: int) -> None:
-            nonlocal said
-            if time.monotonic() - said >= _SELDOM:
-                said = time.monotonic()
-                line = plain(f"{title}: {done:,} of {total:,} {what}")
-                messages.print(line, soft_wrap=True)
+            nonlocal said, before
+            before = done if before is None else before
+            if (now := time.monotonic()) - said >= _SELDOM:
+                said = now
+                line = f"{title}: {done:,} of {total:,} {what}"
+                if done > before:
+                    rate = (done - before) / (now - began)
+                    left = (total - done) / rate / 60
+                    line += f", {rate:,.1f} a second, {left:,.0f} min left"
+                messages.print(plain(line), soft_wrap=True)
 
         yield say_seldom
         return
@@ -198,6 +215,7 @@ def count_progress(title: str, total: int, what: str) -> Iterator[Callable[[int]
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.completed:,.0f} of {task.total:,.0f} {task.fields[what]}"),
+        _RateColumn(),
         TimeRemainingColumn(),
         console=messages,
         transient=True,

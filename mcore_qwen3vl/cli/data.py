@@ -86,6 +86,10 @@ def check(
             "exit code is then 0, even if records were left out.",
         ),
     ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes that read; default: one for each core."),
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Read every sample as training would: formats, flaws, lengths, packing, balance of work."""
@@ -94,7 +98,7 @@ def check(
     from mcore_qwen3vl.data import load_processor
     from mcore_qwen3vl.data.inspection import check_data, clean_writer, plot_report
     from mcore_qwen3vl.losses.registry import told_form
-    from mcore_qwen3vl.machine import require_extra
+    from mcore_qwen3vl.machine import require_extra, usable_cores
     from mcore_qwen3vl.unused.folder import unused_of
 
     if plot is not None:  # before the data is read
@@ -128,7 +132,8 @@ def check(
             unused=unused_of(folder),
             ranks=dp,
             micro_batches=max(1, global_batch_size // dp),
-            **({} if write is None else {"usable": write}),  # else its default
+            processes=workers or usable_cores(),
+            usable=write,
         )
     if plot is not None:
         plot_report(report, plot)

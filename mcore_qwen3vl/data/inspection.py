@@ -11,11 +11,12 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from io import BytesIO
-from itertools import batched, islice
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import counted
 from mcore_qwen3vl.data.config import DataConfig, parse_sources
@@ -43,6 +45,7 @@ from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.files import atomic_write, parse_json, templates
 from mcore_qwen3vl.machine import require_extra
 from mcore_qwen3vl.model import flops
+from mcore_qwen3vl.runtime.pool import work_in_children
 from mcore_qwen3vl.unused.fields import Unused
 
 _BUFFERS = 4  # packing buffers of each rank that are enough to measure how even the work is
@@ -176,7 +179,8 @@ def check_data(
     unused: Sequence[Unused] = (),
     ranks: int = 1,
     micro_batches: int = 1,
-    usable: Callable[[Any], object] = lambda sample: None,
+    processes: int = 1,
+    usable: Callable[[bytes], object] | None = None,
 ) -> DataReport:
     """Read a data set once, in order, and report what it holds.
 
@@ -187,82 +191,200 @@ def check_data(
         unused: what of the model's files is not used, to be reported.
         ranks: data-parallel ranks to divide the work over; 1: measure no balance.
         micro_batches: micro-batches of a rank in a step.
-        usable: called with each crude sample that can be used.
+        processes: child processes that read; 1: this process reads. The report is the same.
+        usable: called with the JSON of each record that can be used, in order.
 
     Raises:
         BadInput: the data set is missing or empty, or the processor is another model's.
+        Unfinished: a child process was killed.
     """
-    if architecture is not None:
-        require_fitting(processor, architecture)
-    sources = parse_sources([str(path)], defaults)
-    preparation = Preparation(processor, config, sources)
-    form_of_records = config.records or ToldForm()
-    samples = CrudeSamples(sources, split=split, trust=config.trust_data)
-    unused = [*unused, *unread_of(sources, split)]
-    left = [Left(item.where, item.name, item.why) for item in unused]
-    report = DataReport(path, config.seq_length, unused=left)
-    known = {(item.where, item.name, item.why): item for item in left}
-    vocab_size = 0 if architecture is None else architecture.vocab_size
-    teachers = teachers_of(sources, config.teacher_temperature, processor.tokenizer, vocab_size)
-    for crude in islice(samples, limit):
+    check = Check(
+        path, processor, config,
+        split=split, decode=decode, defaults=defaults, architecture=architecture,
+        keep_records=usable is not None,
+    )  # fmt: skip
+    fold = Fold(DataReport(path, config.seq_length), [*unused, *unread_of(check.sources, split)])
+
+    def take(finding: Finding) -> None:
+        fold.add(finding)
+        if usable is not None and finding.record is not None:
+            usable(finding.record)
+
+    check.find_each(range(len(check))[:limit], take, processes)
+    return fold.finish(config, architecture, ranks, micro_batches)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check found in one sample; the two sequences of a pair are added up."""
+
+    sample: str
+    format: str | None = None
+    """Format of a well-formed record."""
+    flaw: str | None = None
+    """Why training would skip the sample; what follows is then empty."""
+    overlong: bool = False
+    """Whether its length is the flaw."""
+    size: Size | None = None
+    trained: int = 0
+    images: int = 0
+    videos: int = 0
+    peculiar: Sequence[tuple[str, str]] = ()
+    """What is peculiar, and where."""
+    unused: Sequence[Unused] = ()
+    record: bytes | None = None
+    """The JSON of a record that can be used, if that is asked for."""
+
+
+_CHUNK = 8  # samples that a process checks at a time, at least: one may be a long video
+
+
+class Check:
+    """Reads samples of a data set by their number, as training would, and says what is found."""
+
+    def __init__(
+        self,
+        path: Path,
+        processor: Any,
+        config: DataConfig,
+        *,
+        split: str,
+        decode: bool,
+        defaults: Reading,
+        architecture: Architecture | None,
+        keep_records: bool = False,
+    ) -> None:
+        """Open a data set, see :func:`check_data`."""
+        if architecture is not None:
+            require_fitting(processor, architecture)
+        self.sources = sources = parse_sources([str(path)], defaults)
+        self._preparation = Preparation(processor, config, sources)
+        self._path, self._config, self._split, self._decode = path, config, split, decode
+        self._keep_records = keep_records
+        self._open()
+        self._count = len(self._samples)
+        vocab_size = 0 if architecture is None else architecture.vocab_size
+        temperature = config.teacher_temperature
+        self._teachers = teachers_of(sources, temperature, processor.tokenizer, vocab_size)
+
+    def _open(self) -> None:
+        trust = self._config.trust_data
+        self._samples = CrudeSamples(self.sources, split=self._split, trust=trust)
+        self._opened_by = os.getpid()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def find_each(
+        self, numbers: Sequence[int], take: Callable[[Finding], object], processes: int
+    ) -> None:
+        """Call `take` with what is found in each of these samples, in order."""
+        title = f"checking {self._path}"
+        if processes > 1:
+            remedy = "with fewer --workers"
+            work_in_children(
+                *(self.find, numbers, take),
+                processes=processes, chunk=_CHUNK, title=title, remedy=remedy,
+            )  # fmt: skip
+            return
+        with console.count_progress(title, len(numbers), "samples") as show:
+            for done, number in enumerate(numbers, 1):
+                take(self.find(number))
+                show(done)
+
+    def find(self, number: int) -> Finding:
+        """Return what is found in a sample; BadInput says that its file is damaged."""
+        if self._opened_by != os.getpid():  # forks of a process share the positions of its files
+            self._open()
+        crude = self._samples[number]
+        sample, form = sample_id(crude), None
         try:
-            raw = preparation.raw(crude)
-            parts = list(preparation.parse_each(raw, form_of_records).values())
+            raw = self._preparation.raw(crude)
+            records = self._config.records or ToldForm()
+            parts = list(self._preparation.parse_each(raw, records).values())
             form = parts[0].format
-            report.formats[form] = report.formats.get(form, 0) + 1
-            plans = [preparation.plan(raw, part) for part in parts]
-            check_length(config, plans)
-            if teachers:
-                teacher = teachers[raw.source]
+            plans = [self._preparation.plan(raw, part) for part in parts]
+            check_length(self._config, plans)
+            if self._teachers:
+                teacher = self._teachers[raw.source]
                 teacher.top_of(number_of(crude), plans[0].input_ids, plans[0].trained_tokens)
-            if decode:
+            if self._decode:
                 for plan in plans:
-                    preparation.load_pixels(plan, raw.source)
-            media = (item.media for plan in plans for item in plan.media)
-            uneven = decode and any(is_uneven(medium) for medium in media if medium.kind == "video")
+                    self._preparation.load_pixels(plan, raw.source)
+            media = [item.media for plan in plans for item in plan.media]
+            uneven = self._decode and any(is_uneven(m) for m in media if m.kind == "video")
         except OverlongSample as error:
-            report.overlong.append(Flaw(sample_id(crude), str(error)))
+            return Finding(sample, form, str(error), overlong=True)
         except Exception as error:  # as in the loader, any exception makes the sample bad
-            report.bad.append(Flaw(sample_id(crude), reason_of(error)))
-        else:
-            usable(crude)
-            _add_sample(report, sample_id(crude), plans, known)
-            if uneven:
-                report.peculiar.setdefault(_UNEVEN, []).append(sample_id(crude))
-    _measure_packing(report, config)
-    if architecture is not None and ranks > 1 and report.sizes:
-        report.balance = _measure_balance(report, config, architecture, ranks, micro_batches)
-    return report
+            return Finding(sample, form, reason_of(error))
+        images = [medium for medium in media if medium.kind == "image"]
+        peculiar = [(f"images {what}", sample) for m in images for what in peculiarities(m)]
+        for token, place in dict.fromkeys(pair for plan in plans for pair in plan.spelt):
+            what = f"texts that spell {token}, which is then the token"
+            peculiar.append((what, f"{sample}, {place}"))
+        sizes = [astuple(size_of(plan)) for plan in plans]
+        return Finding(
+            sample,
+            form,
+            size=Size(*(sum(part) for part in zip(*sizes, strict=True))),
+            trained=sum(plan.trained_tokens for plan in plans),
+            images=len(images),
+            videos=len(media) - len(images),
+            peculiar=peculiar + [(_UNEVEN, sample)] * uneven,
+            unused=list(dict.fromkeys(item for plan in plans for item in plan.unused)),
+            record=crude["json"] if self._keep_records else None,
+        )
 
 
-def _add_sample(
-    report: DataReport, sample: str, plans: Sequence[Plan], known: dict[tuple[str, str, str], Left]
-) -> None:
-    """Add one sample to the report; the two sequences of a pair are added up.
+class Fold:
+    """A report to which what is found in samples is added, in their order."""
 
-    What is not used is found again in `known`, and not among thousands in the report.
-    """
-    media = [item.media for plan in plans for item in plan.media]
-    images = [medium for medium in media if medium.kind == "image"]
-    report.images += len(images)
-    report.videos += len(media) - len(images)
-    sizes = [size_of(plan) for plan in plans]
-    size = Size(*(sum(part) for part in zip(*map(astuple, sizes), strict=True)))
-    report.sizes.append(size)
-    report.tokens.append(size.tokens)
-    report.trained_tokens.append(sum(plan.trained_tokens for plan in plans))
-    report.patches.append(size.patches)
-    for what in [peculiarity for medium in images for peculiarity in peculiarities(medium)]:
-        report.peculiar.setdefault(f"images {what}", []).append(sample)
-    for token, place in dict.fromkeys(pair for plan in plans for pair in plan.spelt):
-        what = f"texts that spell {token}, which is then the token"
-        report.peculiar.setdefault(what, []).append(f"{sample}, {place}")
-    for item in dict.fromkeys(item for plan in plans for item in plan.unused):
-        said = item.where, item.name, item.why
-        if said not in known:
-            report.unused.append(left := Left(*said))
-            known[said] = left
-        known[said].samples.append(sample)
+    def __init__(self, report: DataReport, unused: Iterable[Unused]) -> None:
+        """Begin a report with what is not used of the model's files and beside the data."""
+        self._report = report
+        report.unused = [Left(item.where, item.name, item.why) for item in unused]
+        # What is not used is found again here, and not among thousands in the report.
+        self._known = {(item.where, item.name, item.why): item for item in report.unused}
+
+    def add(self, finding: Finding) -> None:
+        """Add what was found in one sample."""
+        report, sample = self._report, finding.sample
+        if finding.format is not None:
+            report.formats[finding.format] = report.formats.get(finding.format, 0) + 1
+        if finding.flaw is not None:
+            flaws = report.overlong if finding.overlong else report.bad
+            flaws.append(Flaw(sample, finding.flaw))
+            return
+        assert finding.size is not None, "a sample without a flaw has a size"
+        report.images += finding.images
+        report.videos += finding.videos
+        report.sizes.append(finding.size)
+        report.tokens.append(finding.size.tokens)
+        report.trained_tokens.append(finding.trained)
+        report.patches.append(finding.size.patches)
+        for what, place in finding.peculiar:
+            report.peculiar.setdefault(what, []).append(place)
+        for item in finding.unused:
+            said = item.where, item.name, item.why
+            if said not in self._known:
+                report.unused.append(left := Left(*said))
+                self._known[said] = left
+            self._known[said].samples.append(sample)
+
+    def finish(
+        self,
+        config: DataConfig,
+        architecture: Architecture | None = None,
+        ranks: int = 1,
+        micro_batches: int = 1,
+    ) -> DataReport:
+        """Return the report, with how full the packs are and how even the ranks' work is."""
+        report = self._report
+        _measure_packing(report, config)
+        if architecture is not None and ranks > 1 and report.sizes:
+            balance = _measure_balance(report, config, architecture, ranks, micro_batches)
+            report.balance = balance
+        return report
 
 
 def _measure_packing(report: DataReport, config: DataConfig) -> None:
@@ -420,11 +542,11 @@ def _draw_balance(axes: Any, balance: dict[str, Balance]) -> None:
 @contextmanager
 def clean_writer(
     out: Path, data: Path, flag: str = "--write-clean"
-) -> Iterator[Callable[[Any], object]]:
+) -> Iterator[Callable[[bytes], object]]:
     """Write records to a file, which appears complete at the end, or not at all if it is empty.
 
     Yields:
-        A function that takes a crude sample and writes its record.
+        A function that takes the JSON of a record and writes it.
 
     Raises:
         BadInput: `data` is another kind of data set; or `out` exists, is not a JSONL file, is in
@@ -442,7 +564,7 @@ def clean_writer(
             f"the folder of {data}."
         )
     with atomic_write(out) as partial, partial.open("wb") as lines:
-        yield lambda sample: lines.write(_on_one_line(sample["json"]))
+        yield lambda record: lines.write(_on_one_line(record))
     if not out.stat().st_size:
         out.unlink()
 
@@ -465,7 +587,7 @@ def write_turns(data: Path, out: Path) -> tuple[int, int]:
             except (BadSample, ValueError) as error:
                 raise BadInput(f"{sample_id(crude)}: {error}") from error
             for record in records:
-                write({"json": _as_json(record)})
+                write(_as_json(record))
             written += len(records)
     return read, written
 

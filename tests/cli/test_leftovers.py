@@ -83,6 +83,18 @@ def generation(files: Files) -> list[object]:
     return ["generate", files.model, *TWO_RANKS, "--prompt", "What?", "--max-new-tokens", 4_000]
 
 
+def checking(files: Files) -> list[object]:
+    hook = files.out / "slow.py"
+    hook.write_text(
+        "import pathlib, time\n\n\ndef slow(record):\n"
+        f"    pathlib.Path({str(files.log)!r}).touch()\n    time.sleep(0.1)\n    return record\n"
+    )
+    return [
+        "data", "check", files.data, "--hf-model", files.model, "--workers", 2,
+        "--preprocess", f"{hook}:slow",
+    ]  # fmt: skip
+
+
 def scoring(files: Files) -> list[object]:
     out = files.out / "scores.jsonl"
     return ["score", files.model, files.data, *TWO_RANKS, "--packing-buffer", 1, "--out", out]
@@ -97,6 +109,7 @@ COMMANDS = {
     "verify parity": Command(
         lambda files: ["verify", "parity", files.model, "--tp", 2], 3, ("--batches", "images")
     ),
+    "data check": Command(checking, 3, ("--limit", 3), lambda files, _: files.log.exists()),
     "score": Command(scoring, 3, ("--packing-buffer", 128)),
     "generate": Command(generation, 3, ("--max-new-tokens", 2)),
 }

@@ -29,11 +29,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import multiprocessing
-import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
@@ -59,7 +55,6 @@ from megatron.energon.metadataset.loader_interface import LoadedDataset
 from megatron.energon.wrappers import PackingDataset
 from megatron.energon.wrappers.map_dataset import MapDataset
 
-from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, Source
 from mcore_qwen3vl.data.datasets import ABSENT, SOURCE, Order, Part
@@ -70,15 +65,14 @@ from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.readers import cache_of, crude_sample, fingerprint, origin, sample_id
 from mcore_qwen3vl.data.records.media import Media
 from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of
-from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write
 from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.model.flops import ALL, Trained
-from mcore_qwen3vl.runtime.lifetime import end_with_parent
+from mcore_qwen3vl.runtime.pool import work_in_children
 
 log = logging.getLogger(__name__)
 
-_CHUNK, _CHUNKS = 64, 10_000  # fewest samples in a chunk that a process measures; most chunks
+_CHUNK = 64  # samples that a process measures at a time, at least
 _COMPARED = 1000  # usable samples, about, whose media are compared at every start
 PATIENCE = 6 * 3600.0
 """Seconds that other ranks wait for the rank that measures."""
@@ -362,6 +356,17 @@ def load_or_measure_sizes(
     key = hashlib.sha256(said.encode()).hexdigest()[:16]
     file = cache_of(data) / f"{data.name}.{key}.sizes"
 
+    def work_on[R](work: Callable[[int], R], indices: Sequence[int], title: str) -> list[R]:
+        results: list[R] = []
+        work_in_children(
+            *(work, indices, results.append),
+            processes=processes,
+            chunk=_CHUNK,
+            title=title,
+            remedy="or skip the measuring with --no-balance",
+        )
+        return results
+
     def read_sizes() -> Sizes | None:
         """Return the kept sizes; None if there are none, or media have changed since."""
         if not file.exists():
@@ -371,13 +376,12 @@ def load_or_measure_sizes(
             sizes.samples_to_compare(),
             f"comparing the media of {data} with their measurement",
         )
-        now = _map_in_children(partial(stamp_of, factory), data, compared, processes, title)
+        now = work_on(partial(stamp_of, factory), compared, title)
         return sizes if now == sizes.stamps[compared].tolist() else None
 
     def measure_all() -> Sizes:
         title = f"measuring {data}, once, to balance work"
-        indices = range(factory.count)
-        return Sizes(_map_in_children(partial(measure, factory), data, indices, processes, title))
+        return Sizes(work_on(partial(measure, factory), range(factory.count), title))
 
     try:
         if (sizes := read_sizes()) is None:
@@ -391,47 +395,6 @@ def load_or_measure_sizes(
         log.warning("the sizes of %s cannot be kept in %s: %s", data, file.parent, error)
         sizes = measure_all()
     factory.sizes = sizes
-
-
-def _map_in_children[R](
-    work: Callable[[int], R], data: Path, indices: Sequence[int], processes: int, title: str
-) -> list[R]:
-    """Return what `work` makes of samples, always in child processes.
-
-    Readers that are opened in this process would share file positions with data workers.
-    """
-    step = max(_CHUNK, len(indices) // _CHUNKS)
-    chunks = [indices[start : start + step] for start in range(0, len(indices), step)]
-    fork = multiprocessing.get_context("fork")  # so that `work` needs no pickling
-    pool = ProcessPoolExecutor(max(1, min(processes, len(chunks))), fork, _begin_child, (work,))
-    results: list[R] = []
-    try:
-        with pool, console.count_progress(title, len(indices), "samples") as show:
-            for chunk in pool.map(_work_on_each, chunks):
-                results += chunk
-                show(len(results))
-    except BrokenProcessPool:
-        raise BadInput(
-            f"A process that measured the samples of {data} was killed, by a signal or because "
-            "memory ran out. Start again, or skip the measuring with --no-balance."
-        ) from None
-    return results
-
-
-_work: Callable[[int], Any]
-
-
-def _begin_child(work: Callable[[int], Any]) -> None:
-    """Prepare a child process, which keeps `work` in a global for `_work_on_each`."""
-    global _work
-    end_with_parent()
-    _work = work
-    for number in (signal.SIGTERM, signal.SIGINT):  # not the rank's handlers, which finish a step
-        signal.signal(number, signal.SIG_DFL)
-
-
-def _work_on_each(indices: Sequence[int]) -> list[Any]:
-    return [_work(index) for index in indices]
 
 
 @edataclass

@@ -22,7 +22,7 @@ from mcore_qwen3vl.data import DataConfig, Loader, Source, redistribute
 from mcore_qwen3vl.data.encoding import balanced
 from mcore_qwen3vl.data.encoding.balanced import Measure, Size, divide, uneven_work
 from mcore_qwen3vl.data.inspection import Workload, pack_by_length, pack_by_work
-from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.errors import BadInput, Unfinished
 from mcore_qwen3vl.published_configs import PUBLISHED
 from tests.data.conftest import WriteJsonl, chat, question, write_png
 from tests.turns import slow_except
@@ -278,7 +278,9 @@ def test_a_signal_ends_measuring_whatever_the_rank_does_with_it(
     try:
         with monkeypatch.context() as patched:
             patched.setattr(balanced.BalancedTaskEncoder, "_measure_sample", killed)
-            with pytest.raises(BadInput, match=r"measured .*data.jsonl was killed.*--no-balance"):
+            with pytest.raises(
+                Unfinished, match=r"measuring .*data.jsonl.* was killed.*--no-balance"
+            ):
                 make(data, 0)
         assert not sizes_in(data.parent)
         make(data, 0)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mcore_qwen3vl.data import DataConfig
-from mcore_qwen3vl.data.encoding import planning
+from mcore_qwen3vl.data.encoding.balanced import Size
 from mcore_qwen3vl.data.inspection import DataReport, check_data, write_turns
 from mcore_qwen3vl.data.records.media import Media, MediaFolder
 from mcore_qwen3vl.data.records.parse import parse_record
@@ -184,11 +184,11 @@ def test_many_unknown_keys_take_no_more_than_their_number(
     from mcore_qwen3vl.data import inspection
     from mcore_qwen3vl.unused.fields import Unused
 
-    report, known = DataReport(Path("x"), 8), {}
-    plan = planning.spare_plan(0)
+    report = DataReport(Path("x"), 8)
+    fold = inspection.Fold(report, [])
     for number in range(400):
         item = Unused(Counted("a record"), Counted(f"key {number}"))
-        inspection._add_sample(report, "s", [planning.replace(plan, unused=(item,))], known)
+        fold.add(inspection.Finding("s", size=Size(1, 0, 0.0), unused=(item,)))
     assert len(report.unused) == 400
     assert compared[0] < 4000
 
