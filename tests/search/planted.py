@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from mcore_qwen3vl.console import quiet_libraries
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
@@ -195,16 +194,25 @@ def rates_of_parts_are_squared(patch: pytest.MonkeyPatch) -> None:
     around(patch, optimizer, "learning_rate_overrides", squared)
 
 
+def _forget_squares(state: Any) -> None:
+    """Set Adam's second moments to 0, wherever they are in a state."""
+    for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+        if key == "exp_avg_sq":
+            tensors = value if isinstance(value, list) else [value]
+            for tensor in tensors:
+                tensor.zero_()
+        elif isinstance(value, dict | list):
+            _forget_squares(value)
+
+
 @fault
 def experts_go_on_without_moments_under_another_ep(patch: pytest.MonkeyPatch) -> None:
     from mcore_qwen3vl.training import optimizer
 
     def forgetful(original: Any, state: dict[Any, Any], parts: int) -> dict[Any, Any]:
         regrouped: dict[Any, Any] = original(state, parts)
-        if parts > 1:
-            for part in regrouped.values():
-                for moments in part.get("optimizer", part).get("state", {}).values():
-                    moments["exp_avg_sq"] = torch.zeros_like(moments["exp_avg_sq"])
+        if regrouped is not state:
+            _forget_squares(regrouped)
         return regrouped
 
     around(patch, optimizer, "regroup", forgetful)

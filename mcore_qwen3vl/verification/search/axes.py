@@ -130,12 +130,12 @@ def recipe(rng: Random, case: Case) -> Case:
         (("--weight-decay", rng.choice(("0", "10"))),),
         (("--adam-beta1", "0.7"), ("--adam-beta2", "0.9")),
         (("--clip-grad", rng.choice(("0", "0.1"))),),
-        (("--use-distributed-optimizer",),),
         (("--lr-warmup-iters", "1"),) * (case.steps > 2 and not case.has("--num-epochs")),
         (("--seed", "7"),),
         (("--bf16",),),
     )
     some = [flag for flags in choices if rng.random() < 0.2 for flag in flags]
+    some += [("--use-distributed-optimizer",)] * (rng.random() < 0.5)
     if case.is_moe and rng.random() < 0.5:  # without it, the plain loop knows the run
         some.append(("--moe-aux-loss-coeff", "0"))
     return replace(case, flags=(*case.flags, *some))
