@@ -356,7 +356,7 @@ def save_model(
 def generate(
     model: nn.Module,
     processor: Any,
-    conversations: Sequence[Sequence[Mapping[str, Any]]],
+    conversations: Sequence[Record],
     *,
     max_new_tokens: int | None = None,
     temperature: float | None = None,
@@ -375,7 +375,8 @@ def generate(
         processor: the checkpoint's processor, from ``load_processor``.
         conversations: B lists of messages, as Hugging Face's chat templates take them. An image is
             ``{"type": "image", "image": X}`` with a path, a URL or a ``PIL.Image`` for X; a video
-            is ``{"type": "video", "video": path}``.
+            is ``{"type": "video", "video": path}``. A record in place of a list has ``messages``
+            in any form of training data, and ``tools``, ``images`` and ``chat_template_kwargs``.
         max_new_tokens: longest answer in tokens; default: the checkpoint's, or else 128.
         temperature: 0 is greedy; default, here and below: the checkpoint's.
         top_p: sample from the likeliest tokens that make up this probability.
@@ -393,18 +394,26 @@ def generate(
             too long.
     """
     chunk = _model_of(model)
-    if isinstance(conversations, str | Mapping) or not all(
-        isinstance(one, Sequence) and not isinstance(one, str) for one in conversations
-    ):
-        raise BadInput("conversations must be a list of lists of messages, also for one question.")
-
     from mcore_qwen3vl import generation
 
+    def prompt_of(one: Any) -> Any:
+        if isinstance(one, Mapping) and "messages" in one:
+            return generation.render_prompt(
+                _as_in_data_sets(one), processor, chat_template_kwargs=chat_template_kwargs
+            )
+        if isinstance(one, str | Mapping) or not isinstance(one, Sequence):
+            raise BadInput(
+                "conversations must be a list of lists of messages, also for one question, or of "
+                "records with messages."
+            )
+        return one
+
+    prompts = [prompt_of(one) for one in conversations]
     folder = _FOLDERS.get(chunk)
     return generation.generate(
         chunk,
         processor,
-        conversations,
+        prompts,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -38,6 +38,7 @@ from mcore_qwen3vl.config import Architecture, read_config_file, text_section
 from mcore_qwen3vl.converters.hf.config_file import dumps
 from mcore_qwen3vl.converters.identify import identify
 from mcore_qwen3vl.data.encoding.batch import mrope_position_ids
+from mcore_qwen3vl.data.encoding.planning import Rendered, Renderer
 from mcore_qwen3vl.data.processor import (
     load_processor,
     require_fitting,
@@ -45,7 +46,8 @@ from mcore_qwen3vl.data.processor import (
     template_limit,
     template_variables,
 )
-from mcore_qwen3vl.data.records.media import TAG, MediaFolder, load_image, to_rgb
+from mcore_qwen3vl.data.records.media import TAG, Media, MediaFolder, load_image, to_rgb
+from mcore_qwen3vl.data.records.parse import read_messages, read_observed
 from mcore_qwen3vl.data.records.reading import BadSample, parse_template_kwargs
 from mcore_qwen3vl.data.records.video import load_frames, probe_video, sample_frames
 from mcore_qwen3vl.errors import BadInput
@@ -74,7 +76,7 @@ class Generation:
 def generate(
     models: Qwen3VLModel | Sequence[Qwen3VLModel],
     processor: Any,
-    conversations: Sequence[Messages] | Prompts,
+    conversations: Sequence[Messages | Rendered] | Prompts,
     *,
     max_new_tokens: int | None = None,
     temperature: float | None = None,
@@ -91,8 +93,8 @@ def generate(
     group take the same steps. One rank chooses the tokens and broadcasts them.
 
     Args:
-        conversations: conversations of any lengths, which are padded on the left, or the result of
-            :func:`encode_prompts` for them.
+        conversations: conversations of any lengths, which are padded on the left, see
+            :func:`process_conversations`, or the result of :func:`encode_prompts` for them.
         max_new_tokens: default: the generation config's, or else :data:`MAX_NEW_TOKENS`.
         stream: function that is called as answers grow, on every rank that passes one.
         chat_template_kwargs: arguments of the chat template, for conversations.
@@ -198,10 +200,12 @@ class GenerationRequest(ModelRequest):
         conversations: conversations in the form of :func:`generate`.
         chat_template_kwargs: arguments of the chat template.
         options: keyword arguments of :func:`generate`; only the first rank uses `stream`.
+        processor: the checkpoint's processor, if it has been loaded.
     """
 
     conversations: Sequence[Any]
     chat_template_kwargs: Mapping[str, Any] | None = None
+    processor: Any = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -218,7 +222,7 @@ def generate_on_all_ranks(request: GenerationRequest, *, on_cpu: bool = False) -
         raise BadInput(f"Generation does not use VPP and CP: drop them from {layout}.")
     options = {"generation_config": load_generation_config(model.folder), **request.options}
     config = options["generation_config"]
-    processor = load_processor(model.folder)
+    processor = request.processor or load_processor(model.folder)
     multiple = layout.tp if layout.sp else 1
     prompts = encode_prompts(
         model.architecture,
@@ -571,6 +575,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 _URL_SECONDS = 60.0
 _HERE = MediaFolder(Path(), {})  # paths are relative to the working directory
+_NO_SIZE = {"shortest_edge": 0, "longest_edge": 2**62}
 
 
 @dataclass(frozen=True)
@@ -626,10 +631,60 @@ def _split_tags(text: str, left: Mapping[str, Iterator[Any]]) -> Iterator[dict[s
             yield {"type": "text", "text": piece}
 
 
+def render_prompt(
+    record: Any,
+    processor: Any,
+    folder: MediaFolder = _HERE,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> Rendered:
+    """Render the prompt that a record's messages are, in any form that ``messages`` of data have.
+
+    Args:
+        record: a record with ``messages``, and if wanted ``tools``, ``images``, ``videos`` and
+            ``chat_template_kwargs``; or its messages alone.
+        folder: where the paths of images and videos begin.
+        chat_template_kwargs: arguments of the chat template that the record does not give itself.
+
+    Returns:
+        The text with the generation prompt, the media, and what is not used of the record.
+
+    Raises:
+        BadInput: the record is malformed or ends with a turn of the assistant, the chat template
+            refuses it or does not read an argument, or an image is to have another size.
+    """
+    record = {"messages": record} if isinstance(record, list) else record
+    if not isinstance(record, Mapping) or "messages" not in record:
+        raise BadInput("A prompt is a list of messages, or an object with the key messages.")
+    arguments = parse_template_kwargs(chat_template_kwargs)
+    try:
+        prompt = read_observed(
+            record, "messages", lambda seen: read_messages(seen, folder, prompt=True)
+        )
+        arguments |= prompt.chat_template_kwargs
+        _require_read_arguments(processor, arguments)
+        if prompt.messages[-1]["role"] == "assistant":
+            raise BadSample(
+                "its last message is the assistant's, so there is nothing to answer: end it with "
+                "a message of the user or of a tool"
+            )
+        if sized := next((m for m in prompt.media if m.options.size(_NO_SIZE)), None):
+            raise BadSample(
+                f"pixels are given for the {sized.kind} {sized.name}; a prompt's have the "
+                "processor's own size: leave min_pixels, max_pixels and total_pixels out"
+            )
+        # Nothing is trained. What the template leaves out is named, as servers leave it out too.
+        prompt = replace(prompt, weights=[0.0] * len(prompt.messages))
+        renderer = Renderer(processor, allow_dropped=True)
+        with template_limit():
+            return renderer.render(prompt, arguments)
+    except BadSample as error:
+        raise BadInput(f"The prompt cannot be used: {str(error).removesuffix('.')}.") from error
+
+
 def encode_prompts(
     architecture: Architecture,
     processor: Any,
-    conversations: Sequence[Messages],
+    conversations: Sequence[Messages | Rendered],
     *,
     multiple_of: int = 1,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -647,7 +702,7 @@ def encode_prompts(
 
 def process_conversations(
     processor: Any,
-    conversations: Sequence[Messages],
+    conversations: Sequence[Messages | Rendered],
     *,
     multiple_of: int = 1,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -655,11 +710,13 @@ def process_conversations(
     """Process conversations with the checkpoint's processor, padded on the left.
 
     Args:
-        conversations: the messages of each prompt, in the form that HF's chat templates take. An
+        conversations: the messages of each prompt, in the form that HF's chat templates take, or
+            what :func:`render_prompt` made of a record. In messages, an
             image is ``{"type": "image", "image": path, URL or PIL image}``; a video is ``{"type":
             "video", "video": path, or a pair of frames (F, H, W, 3) and ``VideoMetadata``}``.
         multiple_of: number that S is rounded up to a multiple of.
-        chat_template_kwargs: arguments of the chat template, such as ``enable_thinking``.
+        chat_template_kwargs: arguments of the chat template, such as ``enable_thinking``, for
+            messages.
 
     Returns:
         The processor's output: tensors by name, with B rows of S tokens.
@@ -676,28 +733,11 @@ def process_conversations(
             "repository beside its tokenizer."
         )
     arguments = parse_template_kwargs(chat_template_kwargs)
-    for name in arguments.keys() - template_variables(processor):
-        raise BadInput(f"The chat template does not read {name}: leave it out.")
-    try:
-        texts = []
-        for conversation in conversations:
-            with template_limit():
-                text = processor.apply_chat_template(
-                    list(conversation), add_generation_prompt=True, **arguments
-                )
-            if not text:
-                raise BadInput(
-                    "The chat template renders nothing of this prompt. Compare it with the "
-                    "template of the model that the checkpoint was made from."
-                )
-            texts.append(text)
-    except BadInput:  # such as that the time is up
-        raise
-    except Exception as error:  # the template is a program of the checkpoint's
-        raise BadInput(
-            f"The chat template cannot render this prompt: {type(error).__name__}: {error!s:.500}. "
-            "Compare it with the template of the model that the checkpoint was made from."
-        ) from error
+    _require_read_arguments(processor, arguments)
+    texts = [
+        one.text if isinstance(one, Rendered) else _render_messages(processor, one, arguments)
+        for one in conversations
+    ]
     references = {kind: list(_media_references(conversations, kind)) for kind in ("image", "video")}
     if any(references.values()) and not takes_media(processor):
         raise BadInput(
@@ -732,6 +772,33 @@ def process_conversations(
         raise BadInput(f"The processor cannot take these images and videos: {error}") from error
 
 
+def _require_read_arguments(processor: Any, arguments: Mapping[str, Any]) -> None:
+    for name in arguments.keys() - template_variables(processor):
+        raise BadInput(f"The chat template does not read {name}: leave it out.")
+
+
+def _render_messages(processor: Any, messages: Messages, arguments: Mapping[str, Any]) -> str:
+    """Render messages in the form of HF's chat templates, with the generation prompt."""
+    try:
+        with template_limit():
+            text: str = processor.apply_chat_template(
+                list(messages), add_generation_prompt=True, **arguments
+            )
+    except BadInput:  # the time is up
+        raise
+    except Exception as error:  # the template is a program of the checkpoint's
+        raise BadInput(
+            f"The chat template cannot render this prompt: {type(error).__name__}: {error!s:.500}. "
+            "Compare it with the template of the model that the checkpoint was made from."
+        ) from error
+    if not text:
+        raise BadInput(
+            "The chat template renders nothing of this prompt. Compare it with the "
+            "template of the model that the checkpoint was made from."
+        )
+    return text
+
+
 def prompts_from_inputs(architecture: Architecture, inputs: Mapping[str, Tensor]) -> Prompts:
     """Make prompts from the output of an HF processor, padded on the left."""
     input_ids, attention_mask = inputs["input_ids"], inputs["attention_mask"]
@@ -755,9 +822,12 @@ def prompts_from_inputs(architecture: Architecture, inputs: Mapping[str, Tensor]
     )
 
 
-def _media_references(conversations: Sequence[Messages], kind: str) -> Iterator[Any]:
+def _media_references(conversations: Sequence[Messages | Rendered], kind: str) -> Iterator[Any]:
     """Yield the references of all images or videos in the conversations, in order."""
     for conversation in conversations:
+        if isinstance(conversation, Rendered):
+            yield from (media for media in conversation.media if media.kind == kind)
+            continue
         for message in conversation:
             content = message["content"]
             for part in [] if isinstance(content, str) else content:
@@ -769,8 +839,10 @@ def _media_references(conversations: Sequence[Messages], kind: str) -> Iterator[
 
 
 def _load_referenced_image(reference: Any) -> Any:
-    """Return the image at a path or URL, or a PIL image turned as its EXIF data say, in RGB."""
+    """Return a record's image, or that at a path or URL, or a PIL image, upright and in RGB."""
     try:
+        if isinstance(reference, Media):
+            return load_image(reference)
         if isinstance(reference, Image.Image):
             return to_rgb(ImageOps.exif_transpose(reference))
         if isinstance(reference, str) and reference.startswith(("http://", "https://")):
@@ -778,7 +850,7 @@ def _load_referenced_image(reference: Any) -> Any:
         return load_image(_HERE.resolve("image", reference))
     # PIL and transformers' HTTP library raise many types, not all of them OSError.
     except Exception as error:
-        raise BadInput(f"Image {reference!r:.120} cannot be read: {error}") from error
+        raise BadInput(f"Image {_name_of(reference)} cannot be read: {error}") from error
 
 
 def _load_referenced_video(reference: Any, processor: Any) -> tuple[np.ndarray, VideoMetadata]:
@@ -790,9 +862,14 @@ def _load_referenced_video(reference: Any, processor: Any) -> tuple[np.ndarray, 
         return frames, metadata
 
     try:
-        media = _HERE.resolve("video", reference)
+        is_media = isinstance(reference, Media)
+        media = reference if is_media else _HERE.resolve("video", reference)
         metadata = probe_video(media)
         metadata.frames_indices = sample_frames(media, metadata, processor.video_processor)
         return load_frames(media, metadata.frames_indices), metadata
     except (BadSample, ValueError) as error:
-        raise BadInput(f"Video {reference!r:.120} cannot be read: {error}") from error
+        raise BadInput(f"Video {_name_of(reference)} cannot be read: {error}") from error
+
+
+def _name_of(reference: Any) -> str:
+    return reference.name if isinstance(reference, Media) else f"{reference!r:.120}"

@@ -123,6 +123,24 @@ def test_a_record_has_tools_images_and_weights(dense):
     assert no_pixels is None
 
 
+def _answers(checkpoint):
+    from PIL import Image
+
+    model, processor = load_model(checkpoint), load_processor(checkpoint)
+    image = Image.new("RGB", (64, 40), "red")
+    messages = [{"role": "user", "content": [{"type": "image", "image": image}]}]
+    record = {"messages": [{"role": "user", "content": "<image>"}], "images": [image]}
+    tools = [{"type": "function", "function": {"name": "paint", "parameters": {}}}]
+    asked = [messages, record, {**record, "tools": tools}]
+    return generate(model, processor, asked, max_new_tokens=3, temperature=0)
+
+
+def test_a_record_is_a_prompt(dense):
+    ((plain, same, told),) = run_layout(_answers, 1, dense)
+    assert same == plain
+    assert told.prompt_tokens > plain.prompt_tokens
+
+
 def test_reports_say_whether_source_and_target_are_equal(dense, tmp_path):
     report = convert(dense, tmp_path / "mcore")
     assert report.equal is True

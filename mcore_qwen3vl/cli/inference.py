@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,6 +20,7 @@ from mcore_qwen3vl.cli.data import (
 )
 from mcore_qwen3vl.data.records.reading import parse_template_kwargs
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import parse_json, refuse_special_files
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.losses.reranker import ANSWERS
 from mcore_qwen3vl.unused.fields import Unused, as_json
@@ -54,14 +56,22 @@ def small_layout(**sizes: Any) -> Layout:
 @options.layout_flags(small_layout, without=("vpp", "cp"))
 def generate(
     checkpoint: Checkpoint,
+    layout: Layout,
     prompt: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             help="What to ask; repeatable. Every prompt gets all images and videos, unless the "
             "prompts place them one by one with <image> and <video>."
         ),
-    ],
-    layout: Layout,
+    ] = None,
+    messages: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="In place of --prompt: a JSON file of one conversation to go on with, a list of "
+            "messages or a record of data with messages, tools, images and chat_template_kwargs.",
+        ),
+    ] = None,
     image: Annotated[list[str] | None, typer.Option(help="Path or URL; repeatable.")] = None,
     video: Annotated[list[Path] | None, typer.Option(help="Path; repeatable.")] = None,
     max_new_tokens: Annotated[
@@ -99,7 +109,12 @@ def generate(
     Unless --dp and --sp are given, there are as many replicas as the experts need, and SP is on
     wherever TP is.
     """
-    prompt = [console.as_utf8(text) for text in prompt]
+    prompt = [console.as_utf8(text) for text in prompt or []]
+    if bool(prompt) == (messages is not None):
+        raise BadInput("Ask with --prompt TEXT, or with --messages FILE: one of them is needed.")
+    if messages is not None and (image or video):
+        raise BadInput("--image and --video belong to --prompt: name them in the file's messages.")
+    record = None if messages is None else _read_json(messages)
     arguments = parse_template_kwargs(chat_template_kwargs)
     videos = [str(path) for path in video or []]
     for kind, references in (("Image", image or []), ("Video", videos)):
@@ -107,13 +122,31 @@ def generate(
             raise BadInput(f"{kind} {reference!r}: no such file.")
     start = time.monotonic()  # a small model takes most of its time for the imports
     _quiet_and_choose_backend(cpu)
-    from mcore_qwen3vl.generation import GenerationRequest, generate_on_all_ranks, user_turns
+    from mcore_qwen3vl.generation import (
+        GenerationRequest,
+        generate_on_all_ranks,
+        render_prompt,
+        user_turns,
+    )
 
-    streams = len(prompt) == 1 and not json
+    streams = len(prompt) < 2 and not json
+    conversations: Sequence[Any] = user_turns(prompt, image or [], videos)
+    processor: Any = None
+    of_prompt: Sequence[Unused] = ()
+    if messages is not None:
+        from mcore_qwen3vl.data.processor import load_processor
+        from mcore_qwen3vl.data.records.media import MediaFolder
+        from mcore_qwen3vl.inference import hf_folder_of
+
+        processor = load_processor(hf_folder_of(checkpoint, hf_model, "generate"))
+        folder = MediaFolder(messages.parent, {})
+        rendered = render_prompt(record, processor, folder, arguments)
+        conversations, prompt, of_prompt = [rendered], [rendered.text], rendered.unused
     request = GenerationRequest(
         checkpoint,
-        user_turns(prompt, image or [], videos),
-        chat_template_kwargs=arguments,
+        conversations,
+        processor=processor,
+        chat_template_kwargs=None if messages else arguments,  # which are in the rendered text
         layout=layout,
         spec=spec,
         dtype=dtype,
@@ -128,7 +161,7 @@ def generate(
             "stream": _print_text if streams else None,
         },
     )
-    unused = _print_unused(request, "generate")
+    unused = _print_unused(request, "generate", of_prompt)
     answers = generate_on_all_ranks(request, on_cpu=cpu)
     seconds = time.monotonic() - start
     if int(os.environ.get("RANK", "0")):  # under torchrun, the first rank alone shows the answers
@@ -251,11 +284,26 @@ def score(
     options.require(bool(tally.scored), f"No record of {data} could be scored.")
 
 
-def _print_unused(request: "ModelRequest", command: str) -> list[Unused]:
-    """Name once what the command does not use of the model's files, and return it."""
+def _read_json(file: Path) -> Any:
+    """Return what a file of JSON holds, in which no key comes twice with two values."""
+    try:
+        refuse_special_files(file)
+        return parse_json(file.read_text("utf-8"), unique=True)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise BadInput(
+            f"--messages {file} cannot be read: {reason}. Name a file of JSON: a list of messages, "
+            "or a record with messages."
+        ) from error
+
+
+def _print_unused(
+    request: "ModelRequest", command: str, of_prompt: Sequence[Unused] = ()
+) -> list[Unused]:
+    """Name once what the command does not use of the model's files and the prompt; return it."""
     from mcore_qwen3vl.inference import unused_by
 
-    unused = unused_by(request, command)
+    unused = [*unused_by(request, command), *of_prompt]
     if os.environ.get("RANK", "0") == "0":
         console.print_unused(unused)
     return unused
