@@ -18,6 +18,8 @@ from mcore_qwen3vl.unused.fields import as_json
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.data.inspection import DataReport
+    from mcore_qwen3vl.data.measuring import Measured
+    from mcore_qwen3vl.data.parts import Part
 
 PROBLEMS_SHOWN = 20
 DATA_SETS = (
@@ -39,6 +41,39 @@ TrainOn = Annotated[str | None, typer.Option(metavar="TURNS", help=options.help_
 ChatTemplateKwargs = Annotated[
     str | None,
     typer.Option(metavar="JSON", help=options.help_of("chat_template_kwargs")),
+]
+
+Workers = Annotated[
+    int | None, typer.Option(min=1, help="Processes that read; default: one for each core.")
+]
+_PARTS = "Parts, on any number of machines"
+WhichPart = Annotated[
+    str | None,
+    typer.Option(
+        metavar="I/N",
+        help="Do only part I of N, from 0 to N - 1, as Slurm's --array=0-15 and Kubernetes' "
+        "indexed jobs count: $SLURM_ARRAY_TASK_ID/16, $JOB_COMPLETION_INDEX/16. A part that is "
+        "done already stays.",
+        rich_help_panel=_PARTS,
+    ),
+]
+PartsFolder = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Folder for the results of the parts, which all of them see; needed by --part and "
+        "--merge.",
+        rich_help_panel=_PARTS,
+    ),
+]
+Merge = Annotated[
+    bool,
+    typer.Option(
+        "--merge",
+        help="Make the result of the whole from all parts in --parts; the other flags are those "
+        "of the parts.",
+        rich_help_panel=_PARTS,
+    ),
 ]
 
 app = typer.Typer(help="Look at training data.", no_args_is_help=True)
@@ -86,21 +121,25 @@ def check(
             "exit code is then 0, even if records were left out.",
         ),
     ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(min=1, help="Processes that read; default: one for each core."),
-    ] = None,
+    workers: Workers = None,
+    part: WhichPart = None,
+    parts: PartsFolder = None,
+    merge: Merge = False,
     json: options.Json = False,
 ) -> None:
     """Read every sample as training would: formats, flaws, lengths, packing, balance of work."""
     console.quiet_libraries()
     from mcore_qwen3vl.converters.identify import identify
     from mcore_qwen3vl.data import load_processor
-    from mcore_qwen3vl.data.inspection import check_data, clean_writer, plot_report
+    from mcore_qwen3vl.data.inspection import check_data, check_part, clean_writer, plot_report
     from mcore_qwen3vl.losses.registry import told_form
     from mcore_qwen3vl.machine import require_extra, usable_cores
     from mcore_qwen3vl.unused.folder import unused_of
 
+    which, folder_of_parts = _parts_of(part, parts, merge)
+    if which is not None and (plot or write_clean):
+        flag = "--plot" if plot else "--write-clean"
+        raise BadInput(f"{flag} with --part: a part reports nothing; give it to --merge.")
     if plot is not None:  # before the data is read
         require_extra("matplotlib", "--plot")
     if write_clean is not None and limit is not None:
@@ -115,25 +154,32 @@ def check(
         **reading,
     )
     folder = identify(hf_model).config()
+    reads: dict[str, Any] = {
+        "split": split,
+        "decode": decode,
+        "limit": limit,
+        "defaults": Reading(
+            preprocess=preprocess, train_on=train_on, chat_template_kwargs=chat_template_kwargs
+        ),
+        "architecture": Architecture.from_hf(folder),
+        "processes": workers or usable_cores(),
+    }
+    processor = load_processor(folder)
+    if which is not None and folder_of_parts is not None:
+        done = check_part(which, folder_of_parts, path, processor, config, **reads)
+        _present_part(json, which, *done)
+        return
     with nullcontext() if write_clean is None else clean_writer(write_clean, path) as write:
         report = check_data(
             path,
-            load_processor(folder),
+            processor,
             config,
-            split=split,
-            decode=decode,
-            limit=limit,
-            defaults=Reading(
-                preprocess=preprocess,
-                train_on=train_on,
-                chat_template_kwargs=chat_template_kwargs,
-            ),
-            architecture=Architecture.from_hf(folder),
+            **reads,
             unused=unused_of(folder),
             ranks=dp,
             micro_batches=max(1, global_batch_size // dp),
-            processes=workers or usable_cores(),
             usable=write,
+            merge=folder_of_parts,
         )
     if plot is not None:
         plot_report(report, plot)
@@ -156,6 +202,88 @@ def check(
     if not report.overlong:
         reason = "all are bad."
     options.require(bool(report.tokens), f"No sample of {path} is usable: {reason}")
+
+
+def _parts_of(
+    part: str | None, parts: Path | None, merge: bool
+) -> tuple["Part | None", Path | None]:
+    """Return which part to do, if one, and the folder of parts; BadInput if flags do not fit."""
+    from mcore_qwen3vl.data.parts import Part
+
+    if part is not None and merge:
+        raise BadInput("--part does a part and --merge joins all of them: give one of the two.")
+    flag = "--merge" if merge else "--part"
+    if parts is None and (part is not None or merge):
+        raise BadInput(f"{flag} needs --parts DIR, the folder of the parts' results.")
+    if parts is not None and part is None and not merge:
+        raise BadInput(f"--parts {parts} does nothing alone: give --part I/N, or --merge.")
+    return Part.parse(part) if part is not None else None, parts
+
+
+def _present_part(json: bool, part: "Part", file: Path, samples: int) -> None:
+    """Say that a part is done. Its exit code is 0: whether samples are bad, the merge says."""
+    facts = {"part": part.index, "of": part.count, "samples": samples, "out": file}
+    said = f"part {part}: {console.counted(samples, 'sample')} in {file}"
+    console.present(json, facts, console.say, said)
+
+
+@app.command("measure")
+@options.data_flags(
+    *("max_sample_seconds", "max_decoded_pixels", "document_end"),
+    *("allow_dropped", "trust_data", "overlong"),
+)
+def measure(
+    path: DataPath,
+    hf_model: HfModel,
+    reading: dict[str, Any],
+    *,
+    seq_length: SeqLength = 8192,
+    preprocess: Preprocess = None,
+    train_on: TrainOn = None,
+    chat_template_kwargs: ChatTemplateKwargs = None,
+    workers: Workers = None,
+    part: WhichPart = None,
+    parts: PartsFolder = None,
+    merge: Merge = False,
+    json: options.Json = False,
+) -> None:
+    """Measure every sample for balanced work, into the cache, so that training starts at once.
+
+    Training finds the sizes if its flags for the data are the same, and its cache.
+    """
+    console.quiet_libraries()
+    from mcore_qwen3vl.converters.identify import identify
+    from mcore_qwen3vl.data import load_processor
+    from mcore_qwen3vl.data.measuring import Measuring
+    from mcore_qwen3vl.machine import usable_cores
+
+    which, folder_of_parts = _parts_of(part, parts, merge)
+    folder = identify(hf_model).config()
+    measuring = Measuring(
+        path,
+        load_processor(folder),
+        DataConfig(seq_length, packing=True, balance=True, **reading),
+        Architecture.from_hf(folder),
+        Reading(
+            preprocess=preprocess, train_on=train_on, chat_template_kwargs=chat_template_kwargs
+        ),
+    )
+    if which is not None and folder_of_parts is not None:
+        done = measuring.measure_part(which, folder_of_parts, workers or usable_cores())
+        _present_part(json, which, *done)
+        return
+    if folder_of_parts is not None:
+        measured = measuring.merge(folder_of_parts)
+    else:
+        measured = measuring.measure(workers or usable_cores())
+    console.present(json, {"data_sets": list(map(asdict, measured))}, _show_measured, measured)
+
+
+def _show_measured(measured: "list[Measured]") -> None:
+    for one in measured:
+        flaws = {"bad": one.bad, "over-long": one.overlong}
+        said = "".join(f", {count:,} of them {what}" for what, count in flaws.items() if count)
+        console.say(f"{one.path}: {console.counted(one.samples, 'sample')}{said}: {one.out}")
 
 
 _MUCH = 10

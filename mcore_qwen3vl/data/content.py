@@ -11,10 +11,11 @@ images, are not read.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -25,6 +26,7 @@ from megatron.energon.metadataset import traverse_metadataset
 
 from mcore_qwen3vl.data.datasets import refuse_code
 from mcore_qwen3vl.data.readers import data_files, is_table, table_files
+from mcore_qwen3vl.data.records.parse import find_hook
 
 BLOCK = 1 << 14
 """Bytes of a block of a large data set."""
@@ -86,6 +88,20 @@ def content_of_file(file: Path) -> Content:
     """Return what a single file holds, whatever it is; nothing, if there is none."""
     sizes = (file.stat().st_size,) if file.is_file() else ()
     return Content(sizes, _digest([file], sizes) if sizes else None)
+
+
+def digest(content: str | bytes) -> str:
+    """Return a hash of a text or of bytes."""
+    content = content.encode() if isinstance(content, str) else content
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def digest_of_hook(name: str) -> str | None:
+    """Return the digest of the file that has a hook; None if it has none of its own."""
+    with suppress(TypeError, OSError):  # a function of a compiled module
+        if file := inspect.getsourcefile(inspect.unwrap(find_hook(name))):
+            return digest(Path(file).read_bytes())
+    return None
 
 
 def _files_of(path: Path, split: str, trust: bool) -> list[Path]:

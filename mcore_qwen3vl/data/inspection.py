@@ -33,6 +33,7 @@ from mcore_qwen3vl.data.encoding.balanced import Measure, Row, Size, divide, siz
 from mcore_qwen3vl.data.encoding.packing import best_fit
 from mcore_qwen3vl.data.encoding.planning import Pixels, Plan, PlannedMedia, check_length
 from mcore_qwen3vl.data.encoding.preparation import Preparation
+from mcore_qwen3vl.data.parts import Part, Parts, depends_on
 from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.readers import ensure_index, number_of, record_of, sample_id
 from mcore_qwen3vl.data.record_form import ToldForm
@@ -181,6 +182,7 @@ def check_data(
     micro_batches: int = 1,
     processes: int = 1,
     usable: Callable[[bytes], object] | None = None,
+    merge: Path | None = None,
 ) -> DataReport:
     """Read a data set once, in order, and report what it holds.
 
@@ -193,25 +195,74 @@ def check_data(
         micro_batches: micro-batches of a rank in a step.
         processes: child processes that read; 1: this process reads. The report is the same.
         usable: called with the JSON of each record that can be used, in order.
+        merge: the folder of parts that :func:`check_part` has checked, in place of reading.
 
     Raises:
-        BadInput: the data set is missing or empty, or the processor is another model's.
+        BadInput: the data set is missing or empty, or the processor is another model's; or parts
+            are missing, doubled or different.
         Unfinished: a child process was killed.
     """
     check = Check(
         path, processor, config,
-        split=split, decode=decode, defaults=defaults, architecture=architecture,
-        keep_records=usable is not None,
+        split=split, decode=decode, limit=limit, defaults=defaults, architecture=architecture,
     )  # fmt: skip
     fold = Fold(DataReport(path, config.seq_length), [*unused, *unread_of(check.sources, split)])
 
-    def take(finding: Finding) -> None:
-        fold.add(finding)
-        if usable is not None and finding.record is not None:
-            usable(finding.record)
+    numbers = iter(check.numbers)
 
-    check.find_each(range(len(check))[:limit], take, processes)
+    def take(finding: Finding) -> None:
+        number = next(numbers)
+        fold.add(finding)
+        if usable is not None and finding.flaw is None:
+            usable(check.record(number))
+
+    if merge is None:
+        check.find_each(check.numbers, take, processes)
+    else:
+        for values in check.parts(merge).merged():
+            take(Finding.from_values(values))
     return fold.finish(config, architecture, ranks, micro_batches)
+
+
+def check_part(
+    part: Part,
+    folder: Path,
+    path: Path,
+    processor: Any,
+    config: DataConfig,
+    *,
+    split: str = "train",
+    decode: bool = True,
+    limit: int | None = None,
+    defaults: Reading = PLAIN,
+    architecture: Architecture | None = None,
+    processes: int = 1,
+) -> tuple[Path, int]:
+    """Check one part of a data set, for :func:`check_data` to merge, unless that is done already.
+
+    Args:
+        folder: for the parts' results.
+        path: the data set; this and what follows is as in :func:`check_data`.
+
+    Returns:
+        The file with the part's result, and the number of its samples.
+
+    Raises:
+        BadInput, Unfinished: those of :func:`check_data`; or `folder` cannot be written.
+    """
+    check = Check(
+        path, processor, config,
+        split=split, decode=decode, limit=limit, defaults=defaults, architecture=architecture,
+    )  # fmt: skip
+    parts, numbers = check.parts(folder), part.of(len(check.numbers))
+    if not parts.is_done(part):
+        with parts.written(part) as write:
+            check.find_each(
+                check.numbers[numbers.start : numbers.stop],
+                lambda finding: write(finding.values()),
+                processes,
+            )
+    return parts.file_of(part), len(numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +283,18 @@ class Finding:
     peculiar: Sequence[tuple[str, str]] = ()
     """What is peculiar, and where."""
     unused: Sequence[Unused] = ()
-    record: bytes | None = None
-    """The JSON of a record that can be used, if that is asked for."""
+
+    def values(self) -> list[Any]:
+        """Return the fields as plain data, of which :meth:`from_values` makes it again."""
+        return list(astuple(self))
+
+    @classmethod
+    def from_values(cls, values: Sequence[Any]) -> Finding:
+        """Make it from its fields as plain data."""
+        sample, form, flaw, overlong, size, trained, images, videos, peculiar, unused = values
+        counts = trained, images, videos
+        left = [Unused(*item) for item in unused]
+        return cls(sample, form, flaw, overlong, size and Size(*size), *counts, peculiar, left)
 
 
 _CHUNK = 8  # samples that a process checks at a time, at least: one may be a long video
@@ -250,9 +311,9 @@ class Check:
         *,
         split: str,
         decode: bool,
+        limit: int | None,
         defaults: Reading,
         architecture: Architecture | None,
-        keep_records: bool = False,
     ) -> None:
         """Open a data set, see :func:`check_data`."""
         if architecture is not None:
@@ -260,9 +321,11 @@ class Check:
         self.sources = sources = parse_sources([str(path)], defaults)
         self._preparation = Preparation(processor, config, sources)
         self._path, self._config, self._split, self._decode = path, config, split, decode
-        self._keep_records = keep_records
+        depends = depends_on(sources, processor, config, split)
+        self._depends = {**depends, "--no-decode": not decode, "--limit": limit}
         self._open()
-        self._count = len(self._samples)
+        self.numbers = range(len(self._samples))[:limit]
+        """The numbers of the samples that are checked."""
         vocab_size = 0 if architecture is None else architecture.vocab_size
         temperature = config.teacher_temperature
         self._teachers = teachers_of(sources, temperature, processor.tokenizer, vocab_size)
@@ -272,8 +335,14 @@ class Check:
         self._samples = CrudeSamples(self.sources, split=self._split, trust=trust)
         self._opened_by = os.getpid()
 
-    def __len__(self) -> int:
-        return self._count
+    def parts(self, folder: Path) -> Parts:
+        """Return the parts of this check whose results are in a folder."""
+        return Parts(folder, "check", len(self.numbers), self._depends)
+
+    def record(self, number: int) -> bytes:
+        """Return the JSON of a sample that can be used, of a ``.jsonl`` or ``.json`` file."""
+        text: bytes = self._samples[number]["json"]
+        return text
 
     def find_each(
         self, numbers: Sequence[int], take: Callable[[Finding], object], processes: int
@@ -332,7 +401,6 @@ class Check:
             videos=len(media) - len(images),
             peculiar=peculiar + [(_UNEVEN, sample)] * uneven,
             unused=list(dict.fromkeys(item for plan in plans for item in plan.unused)),
-            record=crude["json"] if self._keep_records else None,
         )
 
 

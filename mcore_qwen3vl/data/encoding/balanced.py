@@ -27,10 +27,11 @@ The encoder is that of :mod:`encoder`, whose samples are numbers and sizes until
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
@@ -83,7 +84,7 @@ Row = list[list[int]]
 """The packs that the ranks have at the same time: for each rank, the samples of its pack."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Size:
     """The sizes of a sample from which its work is computed."""
 
@@ -203,20 +204,27 @@ class Sizes(Sequence[Size | Unusable]):
         stamps: (samples,) uint64, see :func:`stamp_of`.
     """
 
-    def __init__(self, measured: Sequence[tuple[Size | Unusable, int]]) -> None:
-        self._table = np.zeros((len(measured), 3))
-        self._unusable = {}
-        self.stamps = np.array([stamp for _, stamp in measured], np.uint64)
-        for index, (size, _) in enumerate(measured):
-            if isinstance(size, Size):
-                self._table[index] = size.tokens, size.patches, size.squared_frames
-            else:
-                self._unusable[index] = size
+    def __init__(self, count: int) -> None:
+        """Make room for samples, which are then added in order."""
+        self._table = np.zeros((count, 3))
+        self._unusable: dict[int, Unusable] = {}
+        self.stamps = np.zeros(count, np.uint64)
+        self._added = 0
+
+    def add(self, measured: tuple[Size | Unusable, int]) -> None:
+        """Add the size or the flaw of the next sample, and its stamp."""
+        size, stamp = measured
+        if isinstance(size, Size):
+            self._table[self._added] = size.tokens, size.patches, size.squared_frames
+        else:
+            self._unusable[self._added] = size
+        self.stamps[self._added] = stamp
+        self._added += 1
 
     @classmethod
     def load(cls, file: Path) -> Sizes:
         """Read sizes that :meth:`save` wrote."""
-        sizes = cls([])
+        sizes = cls(0)
         with np.load(file, allow_pickle=False) as arrays:
             sizes._table, sizes.stamps = arrays["table"], arrays["stamps"]
             said = json.loads(arrays["unusable"].tobytes())
@@ -229,6 +237,11 @@ class Sizes(Sequence[Size | Unusable]):
         with atomic_write(file, remedy=None) as partial, partial.open("wb") as stream:
             unusable = np.frombuffer(said.encode(), np.uint8)
             np.savez(stream, table=self._table, stamps=self.stamps, unusable=unusable)
+
+    @property
+    def unusable(self) -> list[Unusable]:
+        """The samples without a size."""
+        return list(self._unusable.values())
 
     def samples_to_compare(self) -> list[int]:
         """Return samples whose stamps tell whether media were replaced: all unusable, some usable.
@@ -276,9 +289,10 @@ class MeasuredFactory(BaseCoreDatasetFactory[CrudeSample]):
         self.number = number
         self.subflavors = inner.subflavors
         self.path = Path(str(inner.path))
-        self.sizes = Sizes([])
+        self.sizes = Sizes(0)
         self.file: Path | None = None  # which keeps the sizes
-        built = inner.build()
+        with redirect_stdout(io.StringIO()):  # energon prints how it divides the data
+            built = inner.build()
         self._load, self._readers = built.map_fn, built.dataset.join_readers
         self.count = len(self._readers[0])  # of the samples in the files, also of those not used
 
@@ -350,22 +364,7 @@ def load_or_measure_sizes(
         settings: what the sizes depend on besides the data.
         processes: number of processes that measure.
     """
-    data = origin(factory.path)
-    # "with stamps" changes the key, so that files of an earlier form, without them, are not read.
-    said = f"with stamps {settings}{fingerprint(data)}"
-    key = hashlib.sha256(said.encode()).hexdigest()[:16]
-    file = cache_of(data) / f"{data.name}.{key}.sizes"
-
-    def work_on[R](work: Callable[[int], R], indices: Sequence[int], title: str) -> list[R]:
-        results: list[R] = []
-        work_in_children(
-            *(work, indices, results.append),
-            processes=processes,
-            chunk=_CHUNK,
-            title=title,
-            remedy="or skip the measuring with --no-balance",
-        )
-        return results
+    data, file = origin(factory.path), sizes_file_of(factory, settings)
 
     def read_sizes() -> Sizes | None:
         """Return the kept sizes; None if there are none, or media have changed since."""
@@ -376,12 +375,15 @@ def load_or_measure_sizes(
             sizes.samples_to_compare(),
             f"comparing the media of {data} with their measurement",
         )
-        now = work_on(partial(stamp_of, factory), compared, title)
+        now: list[int] = []
+        measure_in_children(partial(stamp_of, factory), compared, now.append, processes, title)
         return sizes if now == sizes.stamps[compared].tolist() else None
 
     def measure_all() -> Sizes:
         title = f"measuring {data}, once, to balance work"
-        return Sizes(work_on(partial(measure, factory), range(factory.count), title))
+        sizes, indices = Sizes(factory.count), range(factory.count)
+        measure_in_children(partial(measure, factory), indices, sizes.add, processes, title)
+        return sizes
 
     try:
         if (sizes := read_sizes()) is None:
@@ -395,6 +397,29 @@ def load_or_measure_sizes(
         log.warning("the sizes of %s cannot be kept in %s: %s", data, file.parent, error)
         sizes = measure_all()
     factory.sizes = sizes
+
+
+def sizes_file_of(factory: MeasuredFactory, settings: str) -> Path:
+    """Return the file in the cache that keeps the sizes, which depend on these settings too."""
+    data = origin(factory.path)
+    # "with stamps" changes the key, so that files of an earlier form, without them, are not read.
+    said = f"with stamps {settings}{fingerprint(data)}"
+    key = hashlib.sha256(said.encode()).hexdigest()[:16]
+    return cache_of(data) / f"{data.name}.{key}.sizes"
+
+
+def measure_in_children[R](
+    work: Callable[[int], R],
+    indices: Sequence[int],
+    use: Callable[[R], object],
+    processes: int,
+    title: str,
+) -> None:
+    """Call `work` for each sample in child processes, as :func:`.work_in_children` does."""
+    remedy = "or train with --no-balance, which measures nothing"
+    work_in_children(
+        work, indices, use, processes=processes, chunk=_CHUNK, title=title, remedy=remedy
+    )
 
 
 @edataclass
@@ -558,14 +583,18 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         """Return the data sets with stubs instead of samples; read all samples once if needed."""
         for number, dataset in enumerate(datasets):
             factory = MeasuredFactory(dataset.dataset, number)
-            source = self._sources[factory.subflavors[SOURCE]]
-            said = [self._settings, repr(source.reading), repr(source.limits)]
+            settings = self.settings_of(factory)
             load_or_measure_sizes(
-                factory, self._measure_sample, self._stamp_of_sample, json.dumps(said), processes
+                factory, self.measure_sample, self._stamp_of_sample, settings, processes
             )
             self._data_sets.append(factory)
             dataset.dataset = factory
         return list(datasets)
+
+    def settings_of(self, factory: MeasuredFactory) -> str:
+        """Return, as JSON, the settings that the sizes of a data set depend on."""
+        source = self._sources[factory.subflavors[SOURCE]]
+        return json.dumps([self._settings, repr(source.reading), repr(source.limits)])
 
     def _require_usable(self, source: int) -> None:
         for factory in self._data_sets:
@@ -597,7 +626,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
             first += f" {IF_TOO_LONG}" * (flaw.kind == OVERLONG)
             raise unusable_error(origin(factory.path), "all", first)
 
-    def _measure_sample(self, factory: MeasuredFactory, index: int) -> tuple[Size | Unusable, int]:
+    def measure_sample(self, factory: MeasuredFactory, index: int) -> tuple[Size | Unusable, int]:
         """Return the size or the flaw of a sample, and the stamp of its media."""
         shard, number = factory.path.name, index  # all that is known of one that cannot be read
         stamp = 0

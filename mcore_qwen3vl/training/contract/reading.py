@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.data.config import MediaLimits, parse_sources
+from mcore_qwen3vl.data.content import digest, digest_of_hook
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.contract.data_sets import readings_of, sources_of
 from mcore_qwen3vl.training.contract.rules import (
@@ -48,11 +45,11 @@ def content_of_reading(settings: Settings) -> Values:
     return {
         # Without the flags' values, which are compared by their own names.
         "mixture": readings_of(parse_sources(settings.loop.training_data)),
-        "tokenizer": _digest(json.dumps(tokenizer, sort_keys=True)),
-        "template": _digest(json.dumps(processor.chat_template, sort_keys=True)),
-        "images": _digest(_settings_of(processor.image_processor)),
-        "videos": _digest(_settings_of(processor.video_processor)),
-        "hooks": [hook and _digest_of_hook(hook) for hook in hooks],
+        "tokenizer": digest(json.dumps(tokenizer, sort_keys=True)),
+        "template": digest(json.dumps(processor.chat_template, sort_keys=True)),
+        "images": digest(_settings_of(processor.image_processor)),
+        "videos": digest(_settings_of(processor.video_processor)),
+        "hooks": [hook and digest_of_hook(hook) for hook in hooks],
     }
 
 
@@ -61,21 +58,6 @@ def _settings_of(processor: Any) -> str:
     from mcore_qwen3vl.data.processor import settings_of
 
     return json.dumps(settings_of(processor), sort_keys=True, default=str)
-
-
-def _digest_of_hook(name: str) -> str | None:
-    """Return the digest of the file that has a hook; None if it has none of its own."""
-    from mcore_qwen3vl.data.records.parse import find_hook
-
-    with suppress(TypeError, OSError):  # a function of a compiled module
-        if file := inspect.getsourcefile(inspect.unwrap(find_hook(name))):
-            return _digest(Path(file).read_bytes())
-    return None
-
-
-def _digest(content: str | bytes) -> str:
-    content = content.encode() if isinstance(content, str) else content
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -277,7 +277,7 @@ def test_a_signal_ends_measuring_whatever_the_rank_does_with_it(
     before = signal.signal(signal.SIGTERM, lambda *args: None)
     try:
         with monkeypatch.context() as patched:
-            patched.setattr(balanced.BalancedTaskEncoder, "_measure_sample", killed)
+            patched.setattr(balanced.BalancedTaskEncoder, "measure_sample", killed)
             with pytest.raises(
                 Unfinished, match=r"measuring .*data.jsonl.* was killed.*--no-balance"
             ):
