@@ -349,6 +349,8 @@ def contrastive_losses(
     Returns:
         (queries,) float32, with a gradient for `embeddings`.
     """
+    if not groups:  # no rank has a record that can be used in this step
+        return embeddings.sum(-1)
     total = embeddings.new_zeros(len(groups))
     for dimension in contrastive.dimensions or (embeddings.shape[1],):
         unit = F.normalize(embeddings[:, :dimension], dim=-1)

@@ -102,3 +102,12 @@ def test_losses_of_pairs_are_those_of_sentence_transformers(contrastive: Contras
         torch.zeros([]),
     )
     compare((2,) * 5, contrastive, right, of, SCORES)
+
+
+@pytest.mark.parametrize("kind", ["infonce", "cosine", "cosent"])
+def test_a_step_without_a_record_that_can_be_used_has_no_losses(kind: Any) -> None:
+    embeddings = torch.zeros(0, 6, requires_grad=True)
+    scores = None if kind == "infonce" else torch.zeros(0)
+    losses = contrastive_losses(embeddings, [], Contrastive(kind=kind), scores)
+    (gradient,) = torch.autograd.grad(losses.sum(), embeddings)
+    assert (losses.shape, gradient.shape) == ((0,), (0, 6))

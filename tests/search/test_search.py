@@ -231,14 +231,13 @@ def test_the_plain_loop_knows_every_kind_of_record(
 OF_THEIR_OWN = (
     (("--loss", "kto"), ("--reference", "model"), ("--micro-batch-size", "2")),
     (("--loss", "distill"), ("--teacher", OTHER)),
+    (("--task", "reranker"), ("--answers", "a", "b"), ("--seq-length", "1024")),
 )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", OF_THEIR_OWN, ids=["kto", "distill"])
-def test_the_plain_loop_knows_losses_with_a_second_model(
-    flags: tuple[Flag, ...], bench: Bench
-) -> None:
+@pytest.mark.parametrize("flags", OF_THEIR_OWN, ids=["kto", "distill", "reranker"])
+def test_the_plain_loop_knows_losses_that_need_more(flags: tuple[Flag, ...], bench: Bench) -> None:
     (kind,) = (one for one in all_losses() if flags[0][1] in one.names)
     made = records.lines(Random(1), records.makers_of(kind, flags[0][1]), 6, False)
     outcome, verdict = oracles.judge(Case((), made, flags, batch=4), bench)

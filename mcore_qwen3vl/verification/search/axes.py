@@ -69,6 +69,8 @@ def loss(rng: Random, case: Case) -> Case:
         flags += (("--reference", "model"),)
     if name == "kto":
         flags += (("--micro-batch-size", "2"),)  # its records exchange their answers
+    if name == "reranker":
+        flags += (("--answers", "a", "b"),)  # one token each in the vocabulary of tiny models
     if name == "classify":
         flags += (("--num-labels", "3"),)
     if not case.has_vision:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from mcore_qwen3vl.runtime.launch import RanksFailed, run_layout
@@ -20,6 +21,19 @@ AGAIN = {"loss": 2e-6, "grad norm": 3e-5, "rate": 0.0}
 their operands lie, and a run's other flags move them."""
 HALF = {"loss": 2e-2, "grad norm": 2e-1, "rate": 1e-9}
 """The same in bf16 and fp16."""
+
+
+@dataclass(frozen=True)
+class ByDesign:
+    """A difference that is no fault.
+
+    Attributes:
+        text: why two runs differ.
+        page: the page of docs/ that says so, and words on it.
+    """
+
+    text: str
+    page: tuple[str, str]
 
 
 TOKEN_LOSSES = ("cross_entropy", "weighted_cross_entropy", "scaled_cross_entropy")

@@ -26,6 +26,7 @@ from mcore_qwen3vl.verification.search.comparing import (
     HALF,
     LIMITS,
     TOKEN_LOSSES,
+    ByDesign,
     agree,
     compute_plainly,
     cuts_records,
@@ -35,24 +36,18 @@ from mcore_qwen3vl.verification.search.comparing import (
     limits_again,
     limits_of,
 )
-from mcore_qwen3vl.verification.search.exports import answers, converted_end, export, merge, scores
+from mcore_qwen3vl.verification.search.exports import (
+    MTP_IS_COPIED,
+    answers,
+    converted_end,
+    export,
+    merge,
+    scores,
+)
 from mcore_qwen3vl.verification.search.flags import computes_the_same
 from mcore_qwen3vl.verification.search.running import Bench, CommandFailed, Outcome
 
 Oracle = Callable[[Case, Outcome, Bench], str | None]
-
-
-@dataclass(frozen=True)
-class ByDesign:
-    """A difference that is no fault.
-
-    Attributes:
-        text: why two runs differ.
-        page: the page of docs/ that says so, and words on it.
-    """
-
-    text: str
-    page: tuple[str, str]
 
 
 PACKS_OF_RANKS = ByDesign(
@@ -75,7 +70,18 @@ TOWER_WITHOUT_IMAGES = ByDesign(
     "the tower is stepped by its moments and decay in a step without an image; plain.train does so",
     ("training.md", "In a step without an image"),
 )
+PACKS_WAIT = ByDesign(
+    "packs that wait to be read may have no room",
+    ("resume.md", "A layout that pads each sample to a larger multiple (2 x CP) is refused too"),
+)
+STREAMS_OF_WORKERS = ByDesign(
+    "cannot be divided over",
+    ("resume.md", "the same total for tars and with `--no-balance`; refused otherwise"),
+)
+REFUSED_RESUMES = (PACKS_WAIT, STREAMS_OF_WORKERS)
+"""Their texts are words of a refusal to go on under another layout."""
 BY_DESIGN = (
+    *REFUSED_RESUMES, MTP_IS_COPIED,
     PACKS_OF_RANKS, PARTS_OF_WORKERS, ROUTER_LOSSES, GLOBAL_ROUTER_LOSS, TOWER_WITHOUT_IMAGES,
 )  # fmt: skip
 
@@ -195,18 +201,12 @@ def never_stopped(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     return differences(outcome, whole, limits, "the run without a stop")
 
 
-_NOT_RESUMED = (
-    "cannot be divided over",  # resume.md: workers' streams are not split
-)
-"""Words of documented refusals to go on with another layout."""
-
-
 def resumes(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     """A run goes on under each layout under which it could have begun."""
     stop, refusal = case.stop, outcome.refusal
     if stop is None or stop.flags or len(outcome.ran) < 2 or not outcome.ran[-1].refusal:
         return None
-    if any(words in refusal for words in _NOT_RESUMED):
+    if any(difference.text in refusal for difference in REFUSED_RESUMES):
         return None
     begun = bench.run(replace(case, stop=None, layout=stop.layout or case.layout))
     return f"it does not go on: {refusal}" if begun.finished else ""
@@ -250,7 +250,7 @@ def _is_random(case: Case, other: str | None) -> bool:
 
 _LOGGED = {
     "dpo": "dpo loss", "simpo": "simpo loss", "orpo": "orpo loss", "kto": "kto loss",
-    "distill": "distill loss", "embedding": "contrastive loss",
+    "distill": "distill loss", "embedding": "contrastive loss", "reranker": "reranker loss",
 }  # fmt: skip
 _BETAS = {"dpo": (0.1, 0.0), "simpo": (2.0, 1.0), "orpo": (0.1, 0.0), "kto": (0.1, 0.0)}
 """The documented defaults of beta and gamma."""
@@ -261,7 +261,7 @@ _KNOWN = {
     "--max-bad-fraction", "--moe-aux-loss-coeff", "--fp32", "--use-distributed-optimizer",
     "--packing-buffer", "--vision-lr-mult", "--aligner-lr-mult", "--lr-decay-style", "--min-lr",
     "--lr-warmup-iters", "--log-interval", "--reference", "--beta", "--simpo-gamma", "--lora-init",
-    "--teacher", "--desirable-weight", "--undesirable-weight",
+    "--teacher", "--desirable-weight", "--undesirable-weight", "--answers",
 }  # fmt: skip
 """Flags that the plain loop knows, or that decide only which samples come when."""
 
@@ -296,6 +296,12 @@ def plain_loop(case: Case, outcome: Outcome, bench: Bench) -> str | None:
             if not agree(mine[name], other[key], LIMITS[kind]):
                 return f"step {step}: {name} is {mine[name]}, and {other[key]} in the plain loop"
     return ""
+
+
+def _answers(case: Case) -> tuple[str, str]:
+    given = (flag for flag in case.flags if flag[0] == "--answers")
+    _, yes, no = next(given, ("--answers", "yes", "no"))
+    return yes, no
 
 
 def _recipe(case: Case, outcome: Outcome, bench: Bench) -> plain.Recipe | None:
@@ -337,6 +343,7 @@ def _recipe(case: Case, outcome: Outcome, bench: Bench) -> plain.Recipe | None:
         longest=int(value("--seq-length")),
         wanted=float(value("--desirable-weight", "1")),
         unwanted=float(value("--undesirable-weight", "1")),
+        answers=_answers(case),
         teacher=bench.other_model(case) if loss == "distill" else None,
         adapter=outcome.folder / "adapter" if case.has("--lora-init") else None,
     )

@@ -208,6 +208,7 @@ class Recipe:
         exchanging: how many records after one another exchange their answers; of ``kto``.
         longest: the most tokens of a sequence with another's answer.
         wanted, unwanted: weights of the losses of answers with these labels.
+        answers: the words, one token each, of a relevant and of another document.
         teacher: the model that ``distill`` learns from.
         adapter: a PEFT adapter, which alone trains.
     """
@@ -230,6 +231,7 @@ class Recipe:
     longest: int = 256
     wanted: float = 1.0
     unwanted: float = 1.0
+    answers: tuple[str, str] = ("yes", "no")
     teacher: Path | None = None
     adapter: Path | None = None
 
@@ -279,14 +281,15 @@ def train(
     }
     groups = _groups(named, recipe)
     optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps)
+    words = tokenizer_of(processor).convert_tokens_to_ids(list(recipe.answers))
     found = []
     for one in named.values():
         one.grad = torch.zeros_like(one)  # a step without a picture steps the tower, too
     for done, records in enumerate(steps):
-        samples = [encode_all(processor, record, folder) for record in records]
+        samples = [encode_all(processor, record, folder, recipe.loss) for record in records]
         optimizer.zero_grad(set_to_none=False)
         total = 0.0
-        for loss in _losses_of_step(model, reference, records, samples, recipe):
+        for loss in _losses_of_step(model, reference, records, samples, recipe, words):
             loss.backward()
             total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(named.values(), recipe.clip or math.inf)
@@ -305,6 +308,7 @@ def _losses_of_step(
     records: Sequence[Mapping[str, Any]],
     samples: Sequence[Sequence[Encoded]],
     recipe: Recipe,
+    words: Sequence[int],
 ) -> Iterator[Tensor]:
     """Yield parts of a step's loss, of which one is computed at a time."""
     if recipe.loss == "embedding":
@@ -313,6 +317,9 @@ def _losses_of_step(
     if recipe.loss == "kto":
         labels = [bool(record["label"]) for record in records]
         yield from _labelled_losses(model, reference, [one for (one,) in samples], labels, recipe)
+        return
+    if recipe.loss == "reranker":
+        yield from _ranking_losses(model, samples, words)
         return
     whole = sum(_divisor(some, recipe.loss) for some in samples)
     for some in samples:
@@ -330,6 +337,19 @@ def _contrastive_loss(model: Any, samples: Sequence[Sequence[Encoded]]) -> Tenso
     firsts = [sum(len(some) - 1 for some in embedded[:index]) for index in range(len(embedded))]
     cosines = torch.stack([query for query, *_ in embedded]) @ documents.T
     return F.cross_entropy(20.0 * cosines, torch.tensor(firsts))
+
+
+def _ranking_losses(
+    model: Any, samples: Sequence[Sequence[Encoded]], words: Sequence[int]
+) -> Iterator[Tensor]:
+    """Yield the binary cross entropy of each document, over their number; the first is relevant."""
+    whole = sum(map(len, samples))
+    for some in samples:
+        for place, sample in enumerate(some):
+            logits = model(**sample.inputs).logits[0, -1].float()
+            relevance = logits[words[0]] - logits[words[1]]
+            label = torch.tensor(float(place == 0))
+            yield F.binary_cross_entropy_with_logits(relevance, label) / whole
 
 
 def _labelled_losses(
@@ -378,8 +398,19 @@ def _exchanged(sample: Encoded, other: Encoded, longest: int) -> Encoded:
     return Encoded(inputs, torch.cat([sample.weights[:end], other.weights[start:]])[:longest])
 
 
-def encode_all(processor: Any, record: Mapping[str, Any], folder: Path) -> list[Encoded]:
+_JUDGE = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".'
+)
+_INSTRUCTION = "Given a search query, retrieve relevant candidates that answer the query."
+
+
+def encode_all(processor: Any, record: Mapping[str, Any], folder: Path, loss: str) -> list[Encoded]:
     """Encode a record: a query and its documents, or two answers, the chosen one first."""
+    if loss == "reranker":
+        query = record["query"]
+        documents = [record["positive"], *record.get("negatives", [])]
+        return [_encode_judgement(processor, query, one, folder) for one in documents]
     if "query" in record:
         texts = [record["query"], record["positive"], *record.get("negatives", [])]
         return [_encode_prompt(processor, text, folder) for text in texts]
@@ -401,15 +432,36 @@ def encode_all(processor: Any, record: Mapping[str, Any], folder: Path) -> list[
 
 def _encode_prompt(processor: Any, text: str | Mapping[str, str], folder: Path) -> Encoded:
     """Encode a text with an image before it, or either alone, as a prompt."""
+    return _encode_turns(processor, [{"role": "user", "content": _parts_of(text, folder)}])
+
+
+def _parts_of(text: str | Mapping[str, str], folder: Path) -> list[dict[str, str]]:
     given = {"text": text} if isinstance(text, str) else text
-    parts = [
+    return [
         {"type": kind, kind: str(folder / given[kind]) if kind == "image" else given[kind]}
         for kind in ("image", "text")
         if kind in given
     ]
+
+
+def _encode_judgement(processor: Any, query: Any, document: Any, folder: Path) -> Encoded:
+    """Encode a query and a document as Qwen3-VL-Reranker's prompt."""
+
+    def text(words: str) -> dict[str, str]:
+        return {"type": "text", "text": words}
+
+    asked = [
+        text(f"<Instruct>: {_INSTRUCTION}"), text("<Query>:"), *_parts_of(query, folder),
+        text("\n<Document>:"), *_parts_of(document, folder),
+    ]  # fmt: skip
+    turns = [{"role": "system", "content": [text(_JUDGE)]}, {"role": "user", "content": asked}]
+    return _encode_turns(processor, turns)
+
+
+def _encode_turns(processor: Any, turns: Sequence[Mapping[str, Any]]) -> Encoded:
     inputs = processor.apply_chat_template(
-        [{"role": "user", "content": parts}], tokenize=True, return_dict=True,
-        return_tensors="pt", add_generation_prompt=True,
+        list(turns), tokenize=True, return_dict=True, return_tensors="pt",
+        add_generation_prompt=True,
     )  # fmt: skip
     return Encoded(dict(inputs), torch.zeros(inputs["input_ids"].shape[1]))
 
