@@ -6,6 +6,7 @@ format itself.
 
 from __future__ import annotations
 
+import itertools
 import re
 from abc import ABC, abstractmethod
 from argparse import Namespace
@@ -173,6 +174,20 @@ class MegatronCheckpoint(ABC):
         """Return the whole tensor under `key`."""
         shape = self.index.tensors[key].shape
         return self._read_chunks(key, (), (0,) * len(shape), shape)
+
+    def objects(self, name: str) -> list[Any]:
+        """Return the objects that Megatron keeps beside tensors under a name, as plain values."""
+        return []
+
+    def read(self, key: str, start: Shape, size: Shape) -> Tensor:
+        """Return a box of the tensor under `key`.
+
+        Raises:
+            BadInput: the chunks do not fill the box, or a chunk is damaged.
+        """
+        # Chunks are indexed by where they begin, which tells those of a box of one layer or expert.
+        single = itertools.takewhile(lambda pair: pair[1] == 1, zip(start, size, strict=True))
+        return self._read_chunks(key, tuple(place for place, _ in single)[:2], start, size)
 
     def read_box(self, row: Row, box: Box) -> Tensor:
         """Return a box of a row's piece: a view of the file if one chunk covers it, else a copy.

@@ -89,6 +89,14 @@ class TorchDistCheckpoint(MegatronCheckpoint):
                 return arguments_in(load(self.folder / place.file, part))
         return {}
 
+    def objects(self, name: str) -> list[Any]:
+        found: list[Any] = []
+        for key, place in sorted(self.index.objects.items()):
+            if key.startswith(f"{name}/"):
+                part = slice(place.offset, place.offset + place.length)
+                found += load(self.folder / place.file, part)
+        return found
+
     def _unfilled_error(self, key: str) -> BadInput:
         return BadInput(
             f"{self.folder / METADATA}: the chunks of {key} do not fill the tensor once "

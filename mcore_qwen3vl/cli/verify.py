@@ -262,6 +262,46 @@ def verify_trace(
     )
 
 
+@app.command("resume")
+@options.then(conclude)
+def verify_resume(
+    a: Annotated[
+        Path, typer.Argument(metavar="A", help="Folder of a run's checkpoints, its --save.")
+    ],
+    b: Annotated[
+        Path,
+        typer.Argument(
+            metavar="B",
+            help="Another run's: the same one stopped and resumed, or under another layout.",
+        ),
+    ],
+    logs: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="A B", help="Their files of --log-json."),
+    ] = None,
+    records: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="A B", help="Their folders of --log-records."),
+    ] = None,
+    loosen: Annotated[
+        float,
+        typer.Option(
+            min=1.0,
+            help="Multiply all limits by this: over many steps, rounding drives runs apart.",
+        ),
+    ] = 1.0,
+) -> "Report":
+    """Compare two runs of training step by step, and name the first thing that differs.
+
+    Of each step that both have logged or saved: records, learning rate, losses and norms; settings,
+    position in the data, schedule, random states (under one layout), moments and weights. Nothing
+    is computed, and a tensor is read in the pieces in which A stored it.
+    """
+    from mcore_qwen3vl.verification.runs import compare_runs
+
+    return compare_runs(a, b, logs=logs, records=records, loosen=loosen)
+
+
 @app.command("search")
 @options.then(conclude)
 @options.layout_flags()

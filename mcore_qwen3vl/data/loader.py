@@ -191,6 +191,14 @@ def _position_in(state: Mapping[str, Any]) -> int:
     return position_after(workers, state["start"], rows)
 
 
+def position_in(state: Mapping[str, Any]) -> int | None:
+    """Return a state's position in the one order of all records; None where there is no such order.
+
+    `state` may be any rank's.
+    """
+    return _position_in(state) if state.get("order") == RECORDS else None
+
+
 def _packing_in(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the state of a rank's packing; None if it has read nothing."""
     return next(states_of(SharedPacking, state["loader"]), None)

@@ -45,6 +45,7 @@ from mcore_qwen3vl.training.arguments.settings import statement_of_defaults
 from mcore_qwen3vl.training.events import FINALIZE, FORWARD_BACKWARD, LOG, Built, RunObserver
 from mcore_qwen3vl.training.folders import lock_folders
 from mcore_qwen3vl.training.logs import metrics
+from mcore_qwen3vl.training.logs.record_log import RecordLog
 from mcore_qwen3vl.training.logs.terminal import RunProgress, quiet
 from mcore_qwen3vl.unused.fields import Unused, sentences
 
@@ -144,10 +145,11 @@ class Run:
             mtp=bool(settings.loop.mtp_num_layers),
         )
         self.left_out = metrics.LeftOut()
+        self.records = RecordLog(settings.training.log_records)
         self.data = DataProvider(
             settings,
             self.architecture,
-            on_batch=(observer.batch, self.metrics.count),
+            on_batch=(observer.batch, self.metrics.count, self.records.count),
             on_validation_batch=(self.left_out.count,),
             reads_on_every_stage=rehearsed,
         )
@@ -392,6 +394,7 @@ class Run:
             result = self._leave_out(original, *args, **kwargs)
         else:
             result = original(*args, **kwargs)
+        self.records.write(iteration)
         self.observer.step(iteration)
         return result
 

@@ -71,6 +71,8 @@ class TrainingSettings:
     half a GiB)"""
     log_json: File | None = None
     """append each logged iteration's numbers, unrounded"""
+    log_records: Folder | None = None
+    """append the names of each step's records to a file there for each data-parallel rank"""
     verbose: bool = False
     """show all that Megatron prints, instead of a progress bar"""
     peak_tflops: float | None = None

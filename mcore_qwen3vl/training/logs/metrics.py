@@ -223,14 +223,14 @@ def known_losses(losses: Mapping[str, Tensor], totals: dict[str, Tensor]) -> dic
     return known
 
 
-def append_json(file: str, numbers: Mapping[str, float | None]) -> None:
-    """Append `numbers` to `file` as one line of JSON, with every digit.
+def append_json(file: str, numbers: Mapping[str, float | list[str] | None]) -> None:
+    """Append `numbers`, or names, to `file` as one line of JSON, with every digit.
 
     JSON has no infinity and no NaN, for which null stands. A full disk does not end the run: the
     line is left out, with a warning.
     """
     finite = {
-        name: value if value is None or math.isfinite(value) else None
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in numbers.items()
     }
     line = f"{json.dumps(finite)}\n".encode()
@@ -242,7 +242,7 @@ def append_json(file: str, numbers: Mapping[str, float | None]) -> None:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         _LOGGER.warning(
-            "The numbers of step %s are not in %s: %s.",
+            "The line of step %s is not in %s: %s.",
             numbers.get("iteration"), file, error.strerror,
         )  # fmt: skip
 

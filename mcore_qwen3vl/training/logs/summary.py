@@ -234,7 +234,7 @@ def _memory_text(settings: Settings, a: Architecture) -> str:
 
 
 def _writes_text(settings: Settings, a: Architecture) -> str:
-    model, logs, log_json = settings.model, settings.logs, settings.training.log_json
+    model, logs, training = settings.model, settings.logs, settings.training
     save, interval = settings.checkpoints.save, settings.checkpoints.save_interval
     trains_adapter = settings.lora.trains_adapter
     writes = []
@@ -271,8 +271,10 @@ def _writes_text(settings: Settings, a: Architecture) -> str:
                 f"eos_token_id of {model.hf_model} lacks {end.token} ({end.id}), which ends "
                 f"the template's turns: {how}"
             )
-    if log_json:
-        writes.append(f"numbers to {log_json}")
+    if training.log_json:
+        writes.append(f"numbers to {training.log_json}")
+    if training.log_records:
+        writes.append(f"names of records to {training.log_records}")
     if logs.tensorboard_dir:
         writes.append(f"TensorBoard to {logs.tensorboard_dir}")
     if not (save or model.save_hf):
