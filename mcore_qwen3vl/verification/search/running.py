@@ -445,7 +445,8 @@ def _call(words: Sequence[str], output: Path, messages: Path) -> None:
 
     It is run as ``python -m`` runs it: the command line imports this package, and not the reverse.
     """
-    with output.open("w") as sys.stdout, messages.open("w") as sys.stderr:
+    files = (output.open("w", encoding="utf-8"), messages.open("w", encoding="utf-8"))
+    with files[0] as sys.stdout, files[1] as sys.stderr:
         os.dup2(sys.stdout.fileno(), 1)
         os.dup2(sys.stderr.fileno(), 2)
         sys.argv = ["mcore-qwen3vl", *words]

@@ -175,7 +175,7 @@ def test_a_full_disk_leaves_out_whole_lines(
     assert lines == [1, 4]
     said = [record.getMessage() for record in caplog.records]
     assert said == [
-        f"The numbers of step {n} are not in {log}: No space left on device." for n in (2, 3)
+        f"The line of step {n} is not in {log}: No space left on device." for n in (2, 3)
     ]
 
 
