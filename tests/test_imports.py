@@ -85,6 +85,7 @@ ORDER = (
     "verification.parity",
     "verification.trace",
     "verification.curves",
+    "verification.runs",
     "verification.search",
     "api",
     "demos",
