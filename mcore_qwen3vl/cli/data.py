@@ -3,6 +3,7 @@
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import asdict
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.unused.fields import as_json
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.data.inspection import DataReport
+    from mcore_qwen3vl.data.inspection import DataReport, Seen
     from mcore_qwen3vl.data.measuring import Measured
     from mcore_qwen3vl.data.parts import Part
 
@@ -324,6 +325,14 @@ def show_sample(
     reading: dict[str, Any],
     *,
     out: Annotated[Path, typer.Option(help="HTML page to write.")] = Path("sample.html"),
+    tokens: Annotated[
+        bool,
+        typer.Option(
+            "--tokens",
+            help="Also print every token: place, id, text, and the weight it is trained with; with "
+            "--json as runs of tokens between two boundaries.",
+        ),
+    ] = False,
     seq_length: SeqLength = 8192,
     split: Split = "train",
     preprocess: Preprocess = None,
@@ -348,14 +357,36 @@ def show_sample(
     counts = {"tokens": seen.tokens, "trained": seen.trained, "media": kinds}
     facts = {"sample": seen.name, "format": seen.format, **counts, "out": out}
     facts["unused"] = as_json(seen.unused)
+    if tokens:
+        facts["runs"] = [asdict(run) for run in seen.runs]
     shown = ", ".join(console.counted(kinds[kind], kind) for kind in sorted(kinds)) or "no images"
     said = (
         f"{seen.name}: {seen.format}, {console.counted(seen.tokens, 'token')}, {seen.trained:,} of "
         f"them trained, {shown}: {out}"
     )
+    if tokens and not json:
+        print_tokens(seen)
     console.present(json, facts, console.say, said)
     if not json:
         console.print_unused(seen.unused)
+
+
+def print_tokens(seen: "Seen") -> None:
+    """Print a line for each token, and one for the placeholders of a run, with lines between runs.
+
+    A line between two runs is where training begins or ends, or placeholders do.
+    """
+    for run in seen.runs:
+        weight = f"{run.weight:g}" if run.weight else "-"
+        console.output.print(f"  -- {console.plain(run.kind)}, weight {weight}", style="dim")
+        if run.kind == "text":
+            lines = enumerate(zip(run.token_ids, run.texts, strict=True), run.start)
+        else:
+            text = f"{run.texts[0]} x {run.count:,}"
+            lines = enumerate([(run.token_ids[0], text)], run.start)
+        for place, (token, text) in lines:
+            quoted = console.plain(dumps(text, ensure_ascii=False))
+            console.output.print(f"{place:>8,} {token:>8} {weight:>6}  {quoted}", soft_wrap=True)
 
 
 def show_report(report: "DataReport") -> None:

@@ -688,8 +688,15 @@ class TokenRun:
 
     text: str
     kind: str  # text, or image or video for its placeholders
-    count: int
-    weight: float
+    start: int  # the first one's place in the sample, from 0
+    token_ids: list[int]
+    texts: list[str]  # of each token; part of a character is U+FFFD
+    weight: float  # 0: not trained
+
+    @property
+    def count(self) -> int:
+        """The number of tokens."""
+        return len(self.token_ids)
 
 
 @dataclass(frozen=True)
@@ -779,9 +786,11 @@ def _split_runs(plan: Plan, processor: Any) -> list[TokenRun]:
     edges = np.flatnonzero((kinds[1:] != kinds[:-1]) | (np.diff(plan.loss_weights) != 0)) + 1
     runs = []
     for start, end in zip([0, *edges.tolist()], [*edges.tolist(), len(ids)], strict=True):
-        text = processor.tokenizer.decode(ids[start:end].tolist()) if kinds[start] == "text" else ""
+        tokens = ids[start:end].tolist()
+        text = processor.tokenizer.decode(tokens) if kinds[start] == "text" else ""
+        texts = processor.tokenizer.batch_decode([[token] for token in tokens])
         weight = float(plan.loss_weights[start])
-        runs.append(TokenRun(text, str(kinds[start]), end - start, weight))
+        runs.append(TokenRun(text, str(kinds[start]), start, tokens, texts, weight))
     return runs
 
 

@@ -17,8 +17,9 @@ from PIL import Image
 from mcore_qwen3vl.cli.data import show_report
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor
-from mcore_qwen3vl.data.config import MediaLimits
+from mcore_qwen3vl.data.config import MediaLimits, parse_sources
 from mcore_qwen3vl.data.datasets import CrudeSamples
+from mcore_qwen3vl.data.encoding.preparation import Preparation
 from mcore_qwen3vl.data.inspection import (
     DataReport,
     check_data,
@@ -519,6 +520,46 @@ def test_the_command_writes_a_page_that_needs_nothing_else(
     assert shown[0] > 240  # the image; the frames are smaller
     assert all(width > 120 for width in shown[1:])
     assert not re.search(r'(src|href)="(?!data:)', html)
+
+
+def test_every_token_is_shown_with_its_weight(
+    processor_dir: Path,
+    processor: Any,
+    write_jsonl: WriteJsonl,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A boundary is where the weight or the kind changes."""
+    talk = {**TALK, "messages": [dict(message) for message in TALK["messages"]]}
+    talk["messages"][3]["weight"] = 0.25
+    path = write_jsonl([talk])
+    sources = parse_sources([str(path)])
+    preparation = Preparation(processor, DataConfig(4096), sources)
+    plan = preparation.plan(preparation.raw(CrudeSamples(sources, split="train", trust=False)[0]))
+    words = ("data", "show", path, "1", "--hf-model", processor_dir, "--out", tmp_path / "a.html")
+    assert exit_code(*words, "--tokens", "--json") == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    places = [run["start"] for run in runs]
+    assert places == np.cumsum([0, *(len(run["token_ids"]) for run in runs[:-1])]).tolist()
+    assert [token for run in runs for token in run["token_ids"]] == plan.input_ids.tolist()
+    weights = [run["weight"] for run in runs for _ in run["token_ids"]]
+    assert weights == plan.loss_weights.tolist()
+    assert all(run["text"] == "".join(run["texts"]) for run in runs if run["kind"] == "text")
+    trained = [(run["text"], run["weight"]) for run in runs if run["weight"]]
+    assert trained == [("one & two<|im_end|>", 1.0), ("three<|im_end|>", 0.25)]
+
+    assert exit_code(*words, "--tokens") == 0
+    said = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("  -- ") for line in said) == len(runs)
+    three = next(run for run in runs if run["weight"] == 0.25)
+    pairs = zip(three["token_ids"], three["texts"], strict=True)
+    for place, (token, text) in enumerate(pairs, three["start"]):
+        assert f"{place:>8} {token:>8}   0.25  {json.dumps(text)}" in said
+    image = next(run for run in runs if run["kind"] == "image")
+    count = len(image["token_ids"])
+    assert any(line.endswith(f'"<|image_pad|> x {count}"') for line in said)
+    assert exit_code(*words) == 0
+    assert "  -- " not in capsys.readouterr().out
 
 
 def test_names_and_text_are_no_markup(
