@@ -52,6 +52,11 @@ _CALL = Fields("a tool call", ("type", "function", "name", "arguments"), inert=(
 # Templates take contents apart at these, so that what is on each side has a mark of its own.
 _BOUNDS = re.compile("(</?(?:think|tool_call|tool_response)>)")
 _MARK = re.compile("zQ([0-9]+)Qz")
+_SWITCHES = (("enable_thinking", True), ("enable_thinking", False),
+             ("thinking", True), ("thinking", False))  # fmt: skip
+"""Arguments by which published templates begin a turn with reasoning, or without."""
+_ENDING = 40
+"""Characters of a prompt's end that a message shows."""
 _COMPOSED = 4
 """Most characters that Unicode composes to one of a token, such as letter and accents, or more."""
 
@@ -338,10 +343,12 @@ class Renderer:
         prompt = self._apply_template(record, index, add_generation_prompt=True)
         last = index + 1 == len(record.messages)
         through = text if last else self._apply_template(record, index + 1)
-        if not (text.startswith(through) and through.startswith(prompt)):
+        if not through.startswith(prompt):
+            raise BadSample(self._not_generated(record, index, prompt))
+        if not text.startswith(through):
             raise BadSample(
                 f"the chat template renders message {index + 1} differently once other messages "
-                "follow, or without its generation prompt, so this turn cannot be trained in this "
+                "follow, so this turn cannot be trained in this "
                 "context. Train the last turn alone (--train-on last), make a "
                 "record of each turn (data turns), or give this one weight 0."
             )
@@ -353,6 +360,50 @@ class Renderer:
                 "special token, so a model trained on it would not learn to stop."
             )
         return len(prompt), len(prompt) + len(turn)
+
+    def _not_generated(self, record: Conversation, index: int, prompt: str) -> str:
+        """Say why a model never generates message `index`: it does not go on from its `prompt`.
+
+        The remedy is named that makes the turn one that does, which is tried here.
+        """
+        place, ending = _message_place(index), prompt[-_ENDING:]
+        said = (
+            f"the chat template renders {place} otherwise than behind its generation prompt, which "
+            f"ends with {ending!r}, so no model ever generates this turn. "
+        )
+        for name, value in _SWITCHES:
+            arguments = {**record.chat_template_kwargs, name: value}
+            if name in self._variables and self._is_generated(
+                replace(record, chat_template_kwargs=arguments), index
+            ):
+                given = json.dumps({name: value})
+                own = name in record.chat_template_kwargs
+                return said + (
+                    f'Give the record "chat_template_kwargs": {given}'
+                    + (f" in place of {json.dumps(record.chat_template_kwargs[name])}" if own else
+                       f", or all records --chat-template-kwargs '{given}'")
+                    + "."
+                )  # fmt: skip
+        messages = list(record.messages)
+        messages[index] = _without_reasoning(messages[index])
+        if self._is_generated(replace(record, messages=messages), index):
+            return said + (
+                "The prompt says that there is no reasoning, and no argument of the template "
+                "changes it: take the reasoning out, or use the template of a model that thinks."
+            )
+        return said + (
+            "Use the template of the model that these turns are for, or give this one weight 0."
+        )
+
+    def _is_generated(self, record: Conversation, index: int) -> bool:
+        """Return whether message `index` goes on from its generation prompt."""
+        try:
+            prompt = self._apply(record, index, add_generation_prompt=True)
+            return self._apply(record, index + 1).startswith(prompt)
+        except BadSample:  # the time is up
+            raise
+        except Exception:  # of a template that refuses the other messages or arguments
+            return False
 
     def _apply_template(self, record: Conversation, count: int, **options: bool) -> str:
         """Render the first `count` messages; raise BadSample, naming one, if it is refused."""
@@ -440,6 +491,15 @@ def _require_one_reasoning(messages: Sequence[Mapping[str, Any]]) -> None:
                 "with </think>, so the chat template would take it for the answer. End it, or "
                 "take it out."
             )
+
+
+def _without_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message without its reasoning, which is in a key or in its text."""
+    content = message["content"]
+    if isinstance(content, str):
+        content = content.rpartition("</think>")[2].lstrip("\n")
+    kept = {key: value for key, value in message.items() if key != "reasoning_content"}
+    return {**kept, "content": content}
 
 
 def _message_place(index: int) -> str:

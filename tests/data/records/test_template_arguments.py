@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_tokens_are_those_of_transformers_with_the_same_arguments(
     if not whole.startswith(prompt):  # reasoning, where the prompt says that there is none
         assert (name, arguments) == ("reasoning", OFF)
         assert template in (SWITCHED, TINY)
-        with pytest.raises(BadSample, match="without its generation prompt"):
+        with pytest.raises(BadSample, match="no model ever generates this turn"):
             planned(prepared(processor), given)
         return
     plan = planned(prepared(processor), given)
@@ -119,6 +120,47 @@ def test_a_plain_chat_of_the_tiny_qwen3_5_is_that_of_qwen3_vl(processor: Any) ->
         for template in (chat_template(), TINY)
     ]
     assert texts[0] == texts[1]
+
+
+NOT_BY_DEFAULT = SWITCHED.replace(
+    "enable_thinking is defined and enable_thinking is false", "not enable_thinking"
+)
+"""A template that is asked to think, as those of Qwen3.5's small models."""
+NEVER = SWITCHED.replace("enable_thinking is defined and enable_thinking is false", "true")
+THOUGHT = RECORDS["reasoning"]
+INLINE = {"messages": [Q, {**A, "content": "<think>\nHm.\n</think>\n\nYo."}]}
+
+
+@pytest.mark.parametrize("record", [THOUGHT, INLINE], ids=["a key", "in the text"])
+@pytest.mark.parametrize("given", [{}, OFF], ids=["by default", "asked not to"])
+def test_reasoning_behind_a_prompt_without_it_names_the_argument_that_helps(
+    given: dict[str, bool], record: dict[str, Any], processor: Any
+) -> None:
+    """The remedy of the message, typed, makes the record one that trains, with its reasoning."""
+    processor.chat_template = NOT_BY_DEFAULT
+    with pytest.raises(BadSample, match="ends with .*</think>") as caught:
+        planned(prepared(processor), {**record, "chat_template_kwargs": given})
+    said = str(caught.value)
+    assert "--train-on" not in said
+    typed = re.search('"chat_template_kwargs": ({.*?})', said)
+    assert typed is not None
+    plan = planned(prepared(processor), {**record, "chat_template_kwargs": json.loads(typed[1])})
+    answer = processor.tokenizer.decode(plan.input_ids[plan.loss_weights > 0])
+    assert answer == "Hm.\n</think>\n\nYo.<|im_end|>"
+    flag = re.search("--chat-template-kwargs '(.*?)'", said)
+    assert (flag is None) is bool(given)  # the record's own would win over the flag
+    if flag is not None:
+        reading = Reading(chat_template_kwargs=flag[1])
+        assert planned(prepared(processor, reading), record).input_ids.tolist() == (
+            plan.input_ids.tolist()
+        )
+
+
+def test_reasoning_for_a_template_that_never_thinks(processor: Any) -> None:
+    processor.chat_template = NEVER
+    with pytest.raises(BadSample, match="take the reasoning out, or use the template of a model"):
+        planned(prepared(processor), THOUGHT)
+    assert planned(prepared(processor), RECORDS["an answer"]).trained_tokens
 
 
 def test_without_thinking_the_answer_follows_an_empty_block(processor: Any) -> None:
