@@ -179,7 +179,7 @@ def test_every_data_record_is_one(tmp_path):
     ]
     parsed = [parse_record(record, MediaFolder(tmp_path, {})) for record in records]
     kinds = [type(one) for one in parsed]
-    assert (kinds.count(Conversation), kinds.count(Document)) == (6, 5)
+    assert (kinds.count(Conversation), kinds.count(Document)) == (8, 5)
     page = blocks(DOCS / "embedding.md", "json")
     retrieval = [json.loads(text) for block in page for text in _objects(block.text)]
     texts = [set(parse_retrieval(record, MediaFolder(tmp_path, {}))) for record in retrieval]

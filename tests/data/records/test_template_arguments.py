@@ -138,7 +138,7 @@ def test_reasoning_behind_a_prompt_without_it_names_the_argument_that_helps(
 ) -> None:
     """The remedy of the message, typed, makes the record one that trains, with its reasoning."""
     processor.chat_template = NOT_BY_DEFAULT
-    with pytest.raises(BadSample, match="ends with .*</think>") as caught:
+    with pytest.raises(BadSample, match=r"ends with .*</think>") as caught:
         planned(prepared(processor), {**record, "chat_template_kwargs": given})
     said = str(caught.value)
     assert "--train-on" not in said
