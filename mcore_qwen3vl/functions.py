@@ -8,9 +8,10 @@ where anything that somebody has downloaded may lie.
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from operator import attrgetter
@@ -24,12 +25,17 @@ RULE = "module:function, with a module that is installed or on PYTHONPATH, or fi
 
 
 @cache
-def find_function(name: str) -> Callable[..., Any]:
+def find_function(name: str, *arguments: str) -> Callable[..., Any]:
     """Return the function that a `name` with a colon stands for.
 
+    Args:
+        name: the function, see the module.
+        arguments: names, for the message, of what it will be called with, by position; none: the
+            function takes what it likes.
+
     Raises:
-        BadInput: there is none, its module cannot be imported, or it is no function. The message
-            begins with the name.
+        BadInput: there is none, its module cannot be imported, it is no function, or it does not
+            take these arguments. The message begins with the name.
     """
     module, _, attribute = name.rpartition(":")
     try:
@@ -42,7 +48,25 @@ def find_function(name: str) -> Callable[..., Any]:
     if not callable(found):
         raise BadInput(f"{name} is of type {type(found).__name__}, and no function.")
     function: Callable[..., Any] = found
+    if arguments:
+        _require_arguments(name, function, arguments)
     return function
+
+
+def _require_arguments(name: str, function: Callable[..., Any], arguments: Sequence[str]) -> None:
+    """Raise BadInput unless `function` can be called with so many arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of a function in C, which does not tell
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        wanted = ", ".join(arguments)
+        raise BadInput(
+            f"{name} is called as f({wanted}), and it is defined as f{signature}: {error}. Define "
+            f"it as f({wanted}); other parameters need defaults."
+        ) from None
 
 
 def at_folder(name: str, folder: Path) -> str:

@@ -21,7 +21,7 @@ def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a file in the current folder, which is no place of modules."""
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "to_be_found_by_its_path.py"
-    file.write_text("def double(value):\n    return 2 * value\nnumber = 1\n")
+    file.write_text("def double(value, weights=None):\n    return 2 * value\nnumber = 1\n")
     find_function.cache_clear()
     find_hook.cache_clear()
     return file
@@ -33,10 +33,30 @@ def test_a_file_by_its_path(find: object, own_file: Path) -> None:
         assert find(f"{name}:double")(4) == 8  # type: ignore[operator]
 
 
+@pytest.mark.parametrize(
+    ("find", "called", "wrong"),
+    [
+        (find_loss, "losses, weights", "losses"),
+        (find_loss, "losses, weights", "losses, weights, power"),
+        (find_loss, "losses, weights", "losses, weights, *, power"),
+        (find_hook, "record", ""),
+        (find_hook, "record", "record, folder"),
+    ],
+)
+def test_a_function_of_other_arguments_is_refused(
+    find: object, called: str, wrong: str, own_file: Path
+) -> None:
+    own_file.write_text(f"def own({wrong}):\n    return 1\n")
+    with pytest.raises(BadInput, match=rf"own is called as f\({called}\), and it is defined as"):
+        find(f"{own_file}:own")  # type: ignore[operator]
+
+
 @pytest.mark.parametrize("find", FINDERS)
 def test_a_function_of_a_class(find: object, own_file: Path) -> None:
     """As an entry point may name it."""
-    own_file.write_text("class Own:\n    def double(value):\n        return 2 * value\n")
+    own_file.write_text(
+        "class Own:\n    def double(value, weights=None):\n        return 2 * value\n"
+    )
     assert find(f"{own_file}:Own.double")(4) == 8  # type: ignore[operator]
 
 

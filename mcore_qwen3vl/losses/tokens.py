@@ -192,10 +192,10 @@ def find_loss(name: str) -> LossFunction:
     """Return the function called `name`, or raise BadInput if it cannot be imported."""
     if name in BUILT_IN:
         return BUILT_IN[name]
-    if ":" not in name:
-        return cast(LossFunction, registered()[name].load())
+    entry = None if ":" in name else registered()[name]
+    named = name if entry is None else f"{entry.module}:{entry.attr}"
     try:
-        return cast(LossFunction, find_function(name))
+        return cast(LossFunction, find_function(named, "losses", "weights"))
     except BadInput as error:
         raise BadInput(f"--loss {error}") from error
 

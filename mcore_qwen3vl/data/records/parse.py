@@ -131,7 +131,8 @@ def find_hook(name: str) -> Hook:
             f"Name it {RULE}."
         )
     try:
-        return find_function(name if entry is None else f"{entry.module}:{entry.attr}")
+        named = name if entry is None else f"{entry.module}:{entry.attr}"
+        return find_function(named, "record")
     except BadInput as error:
         raise BadInput(f"--preprocess {error}") from error
 
