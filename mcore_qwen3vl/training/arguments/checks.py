@@ -97,6 +97,7 @@ def check(settings: Settings, architecture: Architecture) -> None:
             "--ckpt-format torch: nothing here reads or converts a legacy checkpoint of a model "
             "with gated delta nets. Leave it at torch_dist."
         )
+    _check_interleaving(settings)
     _check_expert_overlap(parallel, compute)
     _check_mtp(settings, architecture.mtp_num_hidden_layers)
     if architecture.is_moe:
@@ -151,6 +152,31 @@ def _check_best(settings: Settings) -> None:
             f"--keep-best removes the previous best checkpoint, and {other} also decides when "
             "checkpoints are written or removed: drop one of the two."
         )
+
+
+def _check_interleaving(settings: Settings) -> None:
+    """Refuse steps with fewer micro-batches than virtual stages take together; Megatron raises."""
+    parallel, loop = settings.parallel, settings.loop
+    stages = parallel.pipeline_model_parallel_size
+    virtual = parallel.virtual_pipeline_model_parallel_size or 1
+    if stages == 1 or virtual == 1:
+        return
+    group = parallel.microbatch_group_size_per_vp_stage or stages
+    micro, dp = settings.data.micro_batch_size, parallel.data_parallel_size
+    batches = {"--global-batch-size": (loop.global_batch_size, micro)}
+    if loop.rampup_batch_size:
+        batches["--rampup-batch-size"] = (loop.rampup_batch_size[0], micro)
+    if loop.valid_data_path and loop.eval_global_batch_size:
+        evaluated = loop.eval_micro_batch_size or micro
+        batches["--eval-global-batch-size"] = (loop.eval_global_batch_size, evaluated)
+    for flag, (batch, rows) in batches.items():
+        count = batch // (rows * dp)
+        if batch and count < group:
+            raise BadInput(
+                f"{flag} {batch} has too few micro-batches ({count}, of {rows} on DP {dp}): "
+                f"virtual stages take {group} together. Give {flag} {group * rows * dp}, or leave "
+                "out --num-virtual-stages-per-pipeline-rank."
+            )
 
 
 def _check_expert_overlap(parallel: ParallelSettings, compute: ComputeSettings) -> None:
@@ -450,8 +476,8 @@ def _check_packages(settings: Settings) -> None:
     for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
         if settings.model.cpu and getattr(settings.parallel, name):
             raise BadInput(
-                f"{flag_of(name)} with --cpu: Megatron's code for it needs CUDA. Use "
-                "--use-distributed-optimizer, which shards the optimizer's state."
+                f"{flag_of(name)} with --cpu: Megatron's code for it needs CUDA: leave it out. "
+                "--use-distributed-optimizer shards the optimizer's state."
             )
     if loop.optimizer == "sgd" and loop.use_distributed_optimizer:
         raise BadInput(

@@ -186,10 +186,21 @@ def _parse_explicit(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dic
     defaults = [(action, action.default) for action in parser._actions]
     for action, _ in defaults:
         action.default = argparse.SUPPRESS  # leaves out what the command line does not set
+        if action.choices and callable(action.type):
+            action.type = partial(_choose, action.type, list(action.choices))
     explicit = vars(parser.parse_args(list(argv)))
     for action, default in defaults:
         action.default = default
     return explicit
+
+
+def _choose(convert: Any, choices: list[Any], text: str) -> Any:
+    """Convert a flag's value; Megatron's own function raises KeyError for no member of an enum."""
+    try:
+        return convert(text)
+    except KeyError:
+        named = ", ".join(str(getattr(choice, "name", choice)) for choice in choices)
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {named}") from None
 
 
 def _check_explicit(

@@ -7,6 +7,7 @@ data-parallel ranks.
 
 from __future__ import annotations
 
+import io
 import pickle
 import shutil
 from collections.abc import Iterator
@@ -49,8 +50,10 @@ def save(
     """
     file = _file_of(checkpoints, iteration, dp_rank)
     file.parent.mkdir(parents=True, exist_ok=True)
+    state = io.BytesIO()  # torch would hide that a disk is full, if it wrote the file
+    torch.save(loader.state_dict(position), state)
     with atomic_write(file, remedy=None) as partial:
-        torch.save(loader.state_dict(position), partial)
+        partial.write_bytes(state.getvalue())
 
 
 def remove_orphans(checkpoints: str | Path, iteration: int) -> None:

@@ -118,6 +118,7 @@ MTP = ("--mtp-num-layers", "1")
 EP2 = ("--expert-model-parallel-size", "2")
 PP2 = ("--pipeline-model-parallel-size", "2")
 TP2 = ("--tensor-model-parallel-size", "2")
+VIRTUAL = ("--num-virtual-stages-per-pipeline-rank", "2")
 FLEX = ("--moe-token-dispatcher-type", "flex")
 OVERLAP = ("--overlap-moe-expert-parallel-comm", *EP2)
 LEGACY = ("--ckpt-format", "torch", "--save", "run")
@@ -152,6 +153,10 @@ EXPERTS = ("--recompute-granularity", "selective", "--recompute-modules", "moe")
         # What DeepEP's kernels cannot do.
         ("moe", 2, (*FLEX, "--bf16"), "nothing is exchanged: add --expert-model-parallel-size"),
         ("moe", 2, (*FLEX, *EP2), "in bf16: add --bf16"),
+        # Virtual stages.
+        ("dense", 2, (*PP2, *VIRTUAL, "--global-batch-size", "1"), r"\(1, of 1 on DP 1\).* 2, or"),
+        ("dense", 2, (*PP2, *VIRTUAL), "--global-batch-size 1 has too few micro-batches"),
+        ("dense", 1, ("--attention-backend", "flesh"), "'flesh' is none of flash, fused, unfused"),
         # Routers and experts.
         ("moe", 1, (*BALANCE, "sinkhorn"), f"{BALANCE[0]} sinkhorn sends tokens to other experts"),
         ("moe", 1, (*BALANCE, "quantile_balancing"), "use aux_loss, seq_aux_loss"),
@@ -186,7 +191,8 @@ def test_flags_that_fit_the_model_and_its_layout(dense: Path, moe: Path) -> None
     assert parsed(dense, "--optimizer", "lion").args.optimizer == "lion"
     assert parsed(moe, *OVERLAP, "--bf16", world_size=2).args.overlap_moe_expert_parallel_comm
     virtual = (*PP2, "--num-virtual-stages-per-pipeline-rank", "2")
-    parallel = parsed(moe, *OVERLAP, "--bf16", *virtual, world_size=4).settings.parallel
+    four = (*virtual, "--global-batch-size", "4")
+    parallel = parsed(moe, *OVERLAP, "--bf16", *four, world_size=4).settings.parallel
     assert parallel.virtual_pipeline_model_parallel_size == 2
     fixed = (*GATHER, *EP2, "--seq-length", "64")
     assert parsed(moe, *fixed, world_size=2).args.moe_token_dispatcher_type == "allgather"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,11 @@ import pytest
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.training.checkpoints.run_checkpoints import explain_save_errors
 from mcore_qwen3vl.verification import curves
 from mcore_qwen3vl.verification.curves import Job, train
+from tests.test_atomic import full_disk
 
 ROOM = 700_000  # bytes a file may have; a rank writes two million
 
@@ -44,3 +48,16 @@ def test_the_checkpoint_before_is_kept_and_the_message_says_how_to_go_on(
 def test_another_failure_is_raised_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), explain_save_errors(str(tmp_path), 1):
         raise ZeroDivisionError
+
+
+def test_a_full_disk_is_named_as_such_where_the_position_in_the_data_is_saved(
+    tmp_path: Path,
+) -> None:
+    class Reading:
+        def state_dict(self, position: Any) -> dict[str, Any]:
+            return {"positions": list(range(1000))}
+
+    loader: Any = Reading()
+    with full_disk(64), pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
+        data_state.save(loader, tmp_path, 3, 0)  # a limit's error, in place of a full disk's
+    assert not list(tmp_path.rglob("rank_*.pt"))

@@ -47,6 +47,7 @@ def arguments(source: Path, layout: Layout, *flags: str) -> Parsed:
     """Return the arguments of a training run."""
     words = ["--cpu", "--hf-model", str(source), "--seq-length", "128", "--micro-batch-size", "1"]
     words += ["--train-iters", "1", "--lr", "1", "--ckpt-format", "torch"]
+    words += ["--global-batch-size", str(4 * layout.dp)]
     words += [*layout.flags(moe=True), *flags]
     return validate(words, layout.world_size)
 
