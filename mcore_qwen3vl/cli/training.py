@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -119,6 +120,15 @@ def rehearse(
             "for bf16 with the distributed optimizer.",
         ),
     ] = False,
+    tokens: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0,
+            metavar="N",
+            help="Tokens of the whole training without padding, such as 100e9: say its days and "
+            "GPU-hours by the modelled step.",
+        ),
+    ] = None,
     constants: Annotated[
         Path | None,
         typer.Option(
@@ -142,6 +152,10 @@ def rehearse(
     """
     if estimate and (fit or report is not None):
         raise BadInput("--estimate rehearses nothing: drop it, or --fit and --report.")
+    if tokens is not None and not math.isfinite(tokens):
+        raise BadInput(f"--tokens is {tokens}: give a number, such as 100e9.")
+    if estimate and tokens is not None:
+        raise BadInput("--estimate models no step, whose time --tokens needs: drop one of them.")
     if fit and report is not None:
         raise BadInput(
             "--fit and --report cannot be combined: --report writes a page about one layout. "
@@ -169,7 +183,7 @@ def rehearse(
 
     kinds = tuple(word.strip() for word in roles.split(","))
     assumed = Constants() if constants is None else Constants.from_file(constants)
-    options = Options(find_gpu(gpu), memory_gib, allowance_gib, kinds, routing, assumed)
+    options = Options(find_gpu(gpu), memory_gib, allowance_gib, kinds, routing, assumed, tokens)
     architecture = checked_architecture(command) if not fit else command.line.architecture
     if estimate:
         stages = memory_of_stages(command, architecture, trained_counts(command, architecture))

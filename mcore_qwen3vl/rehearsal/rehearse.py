@@ -19,7 +19,13 @@ from mcore_qwen3vl.rehearsal import holders
 from mcore_qwen3vl.rehearsal.command import Command, Role, prepare_command, roles_of
 from mcore_qwen3vl.rehearsal.holders import BACKWARD, FORWARD
 from mcore_qwen3vl.rehearsal.schedule import Durations, Pipeline, model_pipeline
-from mcore_qwen3vl.rehearsal.step_time import Constants, Model, RankWork, StepTime
+from mcore_qwen3vl.rehearsal.step_time import (
+    Constants,
+    Model,
+    RankWork,
+    StepTime,
+    TrainingTime,
+)
 from mcore_qwen3vl.runtime.gpus import GIB, Gpu, allowance_gib
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.simulated_gpu.device import (
@@ -184,6 +190,15 @@ class Rehearsal:
     pipeline: Pipeline | None = None
     step: StepTime | None = None
     remedies: list[Remedy] = field(default_factory=list)
+    tokens: float | None = None
+    """Of a whole training."""
+
+    @property
+    def training(self) -> TrainingTime | None:
+        """How long it takes; None if no tokens were given, or no step was modelled."""
+        if self.tokens is None or self.step is None:
+            return None
+        return self.step.training(self.tokens, self.command.gpus)
 
     @property
     def title(self) -> str:
@@ -236,6 +251,7 @@ class Rehearsal:
             "roles": [outcome.to_dict() for outcome in self.outcomes],
             "pipeline": None if self.pipeline is None else self.pipeline.to_dict(),
             "step": None if self.step is None else self.step.to_dict(),
+            "training (modelled)": None if self.training is None else asdict(self.training),
             "what would fit (measured)": [asdict(remedy) for remedy in self.remedies],
         }
 
@@ -276,6 +292,7 @@ class Options:
         memory_gib: the GPU's memory; None: what this model of GPU usually has.
         allowance_gib: memory for context and NCCL; None: :func:`.gpus.allowance_gib`.
         roles: the roles to rehearse, see :func:`.command.roles_of`.
+        tokens: tokens of a whole training, without padding, whose time is modelled.
     """
 
     gpu: Gpu
@@ -284,6 +301,7 @@ class Options:
     roles: tuple[str, ...] = ("all",)
     routing: Routing = "uniform"
     constants: Constants = field(default_factory=Constants)
+    tokens: float | None = None
 
     def device(self, command: Command) -> RehearsedGpu:
         """Return the GPU that a rank of `command` has, and its memory."""
@@ -342,7 +360,12 @@ class Rehearser(ExitStack):
         folder = self._folder / str(self._made)
         folder.mkdir()
         prepared = prepare_command(command, folder)
-        rehearsal = Rehearsal(command, self.options.device(command), prepared.notes)
+        rehearsal = Rehearsal(
+            command,
+            self.options.device(command),
+            prepared.notes,
+            tokens=self.options.tokens,
+        )
         for number, role in enumerate(roles):
             place = f"{what}{role.name} ({number + 1} of {len(roles)}), rank {role.rank}"
             rehearsal.outcomes.append(self._rehearse_role(prepared, role, place))

@@ -77,15 +77,19 @@ def print_fits(fits: Sequence[Fit], command: Command) -> None:
             in_gb(fit.rehearsal.fullest.reserved),
             _spare_text(fit.rehearsal.fullest, 1e9),
             "" if fit.seconds is None else f"{fit.seconds:.3g}",
+            *([] if days is None else [days]),
             "[green]fits[/]" if fit.good else "[red]no[/]",
             console.plain(" ".join(fit.candidate.flags) if fit.good else fit.rehearsal.verdict),
         )
-        for fit in fits
+        for fit, days in zip(fits, _days(fits), strict=True)
     ]
+    planned = ">days" if any(fit.rehearsal.tokens is not None for fit in fits) else None
     _print_table(
         f"Layouts on {command.gpus} GPUs: GB of the fullest role, rehearsed; seconds of a step, "
         "modelled",
-        *("layout", ">held", ">reserved", ">left", ">s a step", "", "append"),
+        *("layout", ">held", ">reserved", ">left", ">s a step"),
+        *([planned] if planned else []),
+        *("", "append"),
         rows=rows,
     )
     if command.script is not None:
@@ -94,6 +98,18 @@ def print_fits(fits: Sequence[Fit], command: Command) -> None:
             f"To start one: NODES={command.gpus // each} GPUS_PER_NODE={each} bash "
             f"{command.script}, your own flags, and those of its row."
         )
+
+
+def _days(fits: Sequence[Fit]) -> list[str | None]:
+    """Return the days of the whole training for each row; None if no tokens were given."""
+    return [
+        None
+        if fit.rehearsal.tokens is None
+        else ""
+        if fit.rehearsal.training is None
+        else f"{fit.rehearsal.training.days:,.2f}"
+        for fit in fits
+    ]
 
 
 def print_estimate(
@@ -236,6 +252,8 @@ def _print_step(rehearsal: Rehearsal) -> None:
         "--constants FILE replaces what is assumed.",
         soft_wrap=True,
     )
+    if rehearsal.training is not None:
+        console.output.print(f"Modelled: {rehearsal.training}.", soft_wrap=True)
 
 
 def _print_error(outcome: RoleOutcome) -> None:

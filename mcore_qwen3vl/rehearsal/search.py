@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import inf
 from typing import Any
@@ -68,6 +68,7 @@ class Fit:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row for ``--json``; sizes in bytes."""
+        training = self.rehearsal.training
         return {
             "layout": str(self.candidate.command.layout),
             "own": self.candidate.is_requested,
@@ -78,6 +79,7 @@ class Fit:
             "reserved (measured)": self.rehearsal.fullest.reserved,
             "usable": self.rehearsal.fullest.usable,
             "seconds a step (modelled)": self.seconds,
+            "training (modelled)": training and asdict(training),
         }
 
 

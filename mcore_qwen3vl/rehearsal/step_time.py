@@ -109,6 +109,25 @@ class RoleTime:
 
 
 @dataclass(frozen=True)
+class TrainingTime:
+    """How long training takes by a modelled step.
+
+    Validations, checkpoints, starts and failures are not counted.
+    """
+
+    tokens: float  # without padding
+    steps: float
+    days: float
+    gpu_hours: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens:,.0f} tokens without padding: {self.steps:,.0f} steps, {self.days:,.2f} "
+            f"days, {self.gpu_hours:,.0f} GPU-hours, without validations, checkpoints and failures"
+        )
+
+
+@dataclass(frozen=True)
 class StepTime:
     """A modelled step.
 
@@ -138,6 +157,12 @@ class StepTime:
             f"padding; on each GPU {self.tokens_per_s / gpus:,.0f} tokens/s and {self.tflops:.0f} "
             f"TFLOP/s, MFU {self.mfu:.0%}"
         )
+
+    def training(self, tokens: float, gpus: int) -> TrainingTime:
+        """Return how long training on so many tokens takes."""
+        seconds = tokens / self.tokens_per_s
+        hours = seconds / 3600
+        return TrainingTime(tokens, seconds / self.seconds, hours / 24, hours * gpus)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the modelled step for ``--json``."""

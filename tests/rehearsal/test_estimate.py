@@ -84,6 +84,7 @@ def test_it_is_a_table_and_what_does_not_divide_is_refused(
     assert run("2b", 3, "--tensor-model-parallel-size", "3") == 2
     assert "16 attention heads cannot be divided over TP 3" in capsys.readouterr().err
     assert run("2b", 8, options=("--fit",)) == 2
+    assert run("2b", 8, options=("--tokens", "1e9")) == 2
     assert "--estimate rehearses nothing: drop it" in capsys.readouterr().err
 
 

@@ -236,8 +236,12 @@ def test_context_parallel_ranks_exchange_what_the_search_expects(
 @pytest.mark.slow  # several rehearsals
 def test_three_layouts_that_fit(command: RunCommand, config: Path) -> None:
     flags = ("--packing", "--seq-length", 512, "--global-batch-size", 4, "--bf16", "--lr", "1e-5")
-    code, found = command("--fit", "--gpus", 2, "--hf-model", config, *flags)
+    code, found = command("--fit", "--tokens", "1e9", "--gpus", 2, "--hf-model", config, *flags)
     assert code == 0
+    for one in found:
+        whole, step = one["training (modelled)"], one["seconds a step (modelled)"]
+        assert whole["days"] == pytest.approx(whole["steps"] * step / 86_400)
+        assert whole["gpu_hours"] == pytest.approx(2 * 24 * whole["days"])
     assert [one["fits"] for one in found].count(True) == 3
     seconds = [one["seconds a step (modelled)"] for one in found if one["fits"]]
     assert seconds == sorted(seconds)

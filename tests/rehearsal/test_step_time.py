@@ -63,6 +63,16 @@ def test_work_takes_what_the_gpu_needs() -> None:
     assert step.mfu == pytest.approx(step.tflops / 1000)
 
 
+def test_a_whole_training_takes_days_and_gpu_hours() -> None:
+    step = replace(modelled(), seconds=10.0, tokens_per_s=50_000.0)
+    whole = step.training(tokens=4.32e9, gpus=16)  # a day
+    assert (whole.tokens, whole.steps, whole.days) == (4.32e9, pytest.approx(8640), 1.0)
+    assert whole.gpu_hours == pytest.approx(24 * 16)
+    assert str(whole).startswith(
+        "4,320,000,000 tokens without padding: 8,640 steps, 1.00 days, 384 GPU-hours"
+    )
+
+
 def test_attention_is_slow_where_queries_have_few_keys() -> None:
     """At 1000 keys it takes twice as long as its FLOPs do, and at 500 three times."""
     forward = {**FORWARD, ONE_KEY: 5e13 / 500}
