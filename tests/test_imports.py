@@ -86,6 +86,7 @@ ORDER = (
     "verification.trace",
     "verification.curves",
     "verification.runs",
+    "verification.certificate",
     "verification.search",
     "api",
     "demos",

@@ -5,7 +5,7 @@ and 3 if the command could not be finished.
 """
 
 import shlex
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -26,19 +26,23 @@ Timeout = Annotated[float, typer.Option(help="Time limit for the ranks, in secon
 
 
 def conclude(
-    check: "Callable[[], Report]",
+    check: "partial[Report]",
     report: Annotated[
         Path | None,
-        typer.Option(help="Write report.html, report.json and junit.xml to this folder."),
+        typer.Option(
+            help="Write report.html, report.json and junit.xml to this folder; report.json is a "
+            "certificate, with hashes of the checkpoints and of the code."
+        ),
     ] = None,
     json: options.Json = False,
 ) -> None:
     """Make a check, write the files, show its report, and exit by the verdict."""
+    from mcore_qwen3vl.verification.certificate import certify
     from mcore_qwen3vl.verification.report import render, write_report
 
     result = check()
     if report is not None:
-        write_report(result, report)
+        write_report(result, report, certify(result, check.keywords))
     console.present(json, result.to_dict(), lambda: console.output.print(render(result)))
     if not result.ok:
         raise typer.Exit(CheckFailed.exit_code)
@@ -127,6 +131,22 @@ def verify_manifest(
 
     with console.byte_progress("checking") as progress:
         return check_manifest(path, workers=workers, progress=progress)
+
+
+@app.command("certificate")
+@options.then(conclude)
+def verify_certificate(
+    file: Annotated[
+        Path, typer.Argument(help="report.json, which another command wrote with --report.")
+    ],
+) -> "Report":
+    """Check a report that was handed over: its verdict, the code, the versions and every input.
+
+    Nothing of its command is run; give that command again to repeat the comparison.
+    """
+    from mcore_qwen3vl.verification.certificate import check_certificate
+
+    return check_certificate(file)
 
 
 @app.command("parity")

@@ -20,6 +20,7 @@ import math
 import os
 import platform
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError
@@ -222,26 +223,31 @@ NEAREST_LISTED = 10
 """The comparisons nearest to their limits fill the page's list up to this many lines."""
 
 
-def write_report(report: Report, folder: str | Path) -> None:
+def write_report(
+    report: Report, folder: str | Path, content: Mapping[str, Any] | None = None
+) -> None:
     """Write ``report.html``, ``report.json`` and ``junit.xml`` into `folder`, made if missing.
 
     The page needs no network and no other file. It lists the worst comparisons; the JSON has all of
     them, see the top of this module for its keys.
 
+    Args:
+        content: of ``report.json``; default: the report's own.
+
     Raises:
         BadInput: `folder` cannot be written.
     """
     folder = Path(folder)
-    data = json.dumps(report.to_dict(), indent=1, default=str)
+    data = json.dumps(content or report.to_dict(), indent=1, default=str)
     files = {
         "report.json": f"{data}\n".encode(),
         "report.html": html(report).encode(errors="backslashreplace"),
         "junit.xml": junit(report),
     }
-    for name, content in files.items():
+    for name, text in files.items():
         with atomic_write(folder / name, "Choose another --report.") as partial:
             folder.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(content)
+            partial.write_bytes(text)
 
 
 _NOT_OF_XML = re.compile("[\ud800-\udfff\ufffe\uffff]")

@@ -1,0 +1,168 @@
+"""What a report needs to be handed over: hashes of what was compared and of the code that did it.
+
+``--report DIR`` writes it into ``report.json``, and ``verify certificate FILE`` checks it::
+
+    certificate  1, raised when a key below changes its meaning
+    code         SHA-256 of this package's modules
+    inputs       for each folder that the command was given: its argument, path, and the SHA-256 of
+                 its files by name
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import mcore_qwen3vl
+from mcore_qwen3vl.converters.identify import PathKind, identify
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import parse_json, refuse_special_files
+from mcore_qwen3vl.verification.measurement import Finding
+from mcore_qwen3vl.verification.report import FORMAT, PACKAGES, Report, environment
+
+FORMAT_OF_CERTIFICATE = 1
+_WEIGHTS = (PathKind.ADAPTER, PathKind.MEGATRON, PathKind.HUGGINGFACE)
+_KEYS: dict[str, type] = {
+    "format": int, "title": str, "ok": bool, "verdict": str, "findings": list, "environment": dict,
+    "command": str, "certificate": dict,
+}  # fmt: skip
+_KEYS_OF_FINDING: dict[str, type | tuple[type, ...]] = {
+    "part": str, "name": str, "ok": bool, "relative_error": (int, float, str),
+    "tolerance": (int, float),
+}  # fmt: skip
+
+
+def certify(report: Report, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a report with hashes, as plain values for JSON.
+
+    Args:
+        arguments: those of the command; the folders among them that hold weights are hashed.
+    """
+    inputs = [
+        {"argument": name, "path": str(path.absolute()), "files": _hashes_of(path)}
+        for name, path in sorted(_folders(arguments))
+    ]
+    sealed = {"format": FORMAT_OF_CERTIFICATE, "code": hash_of_code(), "inputs": inputs}
+    return {**report.to_dict(), "certificate": sealed}
+
+
+def _folders(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
+    """Yield the arguments that are folders of weights, with their names."""
+    for name, value in arguments.items():
+        for path in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(path, Path) and path.is_dir() and identify(path).kind in _WEIGHTS:
+                yield name, path
+
+
+def _hashes_of(path: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file of a checkpoint, of a run of that iteration which is read."""
+    folder = identify(path).folder
+    refuse_special_files(folder)
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): _hash_of(file) for file in files}
+
+
+def _hash_of(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def hash_of_code() -> str:
+    """Return one SHA-256 of the names and contents of this package's modules."""
+    root = Path(mcore_qwen3vl.__file__).parent
+    whole = hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        whole.update(f"{file.relative_to(root).as_posix()}\0{_hash_of(file)}\n".encode())
+    return whole.hexdigest()
+
+
+def check_certificate(file: Path) -> Report:
+    """Check a ``report.json``: its form, its verdict, and that what it names is what is here.
+
+    Nothing of its command is run. Give that command again to repeat the comparison.
+
+    Raises:
+        BadInput: the file is no certificate of this form.
+    """
+    held = _read(file)
+    report = Report(f"The certificate {file.name} of {held['title']}")
+    report.environment = {"its command": held["command"], "its verdict": held["verdict"]}
+    found = held["findings"]
+    wrong = [one for one in found if not _holds(one)]
+    said = bool(found) and not wrong
+    flaw = "" if said == held["ok"] else f"it says {held['ok']}, and its findings say {said}"
+    report.findings.append(Finding("verdict", "of its findings", flaw=flaw))
+    flaw = "" if held["ok"] else held["verdict"]
+    report.findings.append(Finding("verdict", "equal", flaw=flaw))
+    sealed = held["certificate"]
+    flaw = "" if sealed["code"] == hash_of_code() else "it was made by other code than is installed"
+    report.findings.append(Finding("code", "mcore-qwen3vl", flaw=flaw))
+    here = environment()
+    for package in PACKAGES:
+        then, now = held["environment"].get(package), here.get(package)
+        flaw = "" if then == now else f"{then} then, {now} now"
+        report.findings.append(Finding("versions", package, flaw=flaw))
+    for one in sealed["inputs"]:
+        report.findings += _compared_files(Path(one["path"]), one["files"])
+    return report
+
+
+def _compared_files(path: Path, files: Mapping[str, str]) -> Iterator[Finding]:
+    """Compare the files of an input with those that are there now."""
+    if not path.is_dir():
+        yield Finding("inputs", str(path), flaw="it is not there")
+        return
+    now = _hashes_of(path)
+    for name in sorted({*files, *now}):
+        flaw = ""
+        if name not in now:
+            flaw = "it is not there any more"
+        elif name not in files:
+            flaw = "it is new"
+        elif files[name] != now[name]:
+            flaw = "it has another content"
+        yield Finding("inputs", str(path / name), flaw=flaw)
+
+
+def _holds(finding: Mapping[str, Any]) -> bool:
+    """Return whether a finding's numbers are within its tolerance, and it says so itself."""
+    error = finding["relative_error"]
+    return bool(finding["ok"]) and not isinstance(error, str) and error <= finding["tolerance"]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        held = parse_json(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{file} cannot be read as JSON ({error}).") from None
+    remedy = "give a report.json that `mcore-qwen3vl verify ... --report DIR` wrote"
+    if not isinstance(held, dict) or "certificate" not in held:
+        raise BadInput(f"{file} is no certificate: {remedy}.")
+    _require(file, held, _KEYS)
+    for finding in held["findings"]:
+        _require(file, finding, _KEYS_OF_FINDING)
+    sealed = held["certificate"]
+    _require(file, sealed, {"format": int, "code": str, "inputs": list})
+    for one in sealed["inputs"]:
+        _require(file, one, {"argument": str, "path": str, "files": dict})
+    if (held["format"], sealed["format"]) != (FORMAT, FORMAT_OF_CERTIFICATE):
+        raise BadInput(
+            f"{file} has the format {held['format']} with certificate {sealed['format']}, and this "
+            f"version reads {FORMAT} with {FORMAT_OF_CERTIFICATE}: check it with the version of "
+            f"mcore-qwen3vl that wrote it, {held['environment'].get('mcore-qwen3vl')}."
+        )
+    return held
+
+
+def _require(file: Path, value: Any, keys: Mapping[str, Any]) -> None:
+    wrong = "the whole"
+    if isinstance(value, dict):
+        wrong = next((key for key, kind in keys.items() if not _is_of(value.get(key), kind)), "")
+    if wrong:
+        raise BadInput(f"{file} is damaged: {wrong} is missing or of another kind. Copy it again.")
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool)
