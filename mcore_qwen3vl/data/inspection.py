@@ -321,8 +321,7 @@ class Check:
         self.sources = sources = parse_sources([str(path)], defaults)
         self._preparation = Preparation(processor, config, sources)
         self._path, self._config, self._split, self._decode = path, config, split, decode
-        depends = depends_on(sources, processor, config, split)
-        self._depends = {**depends, "--no-decode": not decode, "--limit": limit}
+        self._processor, self._limit = processor, limit
         self._open()
         self.numbers = range(len(self._samples))[:limit]
         """The numbers of the samples that are checked."""
@@ -336,8 +335,13 @@ class Check:
         self._opened_by = os.getpid()
 
     def parts(self, folder: Path) -> Parts:
-        """Return the parts of this check whose results are in a folder."""
-        return Parts(folder, "check", len(self.numbers), self._depends)
+        """Return the parts of this check whose results are in a folder.
+
+        This reads a part of the data, which have been opened before: that refuses pipes.
+        """
+        depends = depends_on(self.sources, self._processor, self._config, self._split)
+        depends |= {"--no-decode": not self._decode, "--limit": self._limit}
+        return Parts(folder, "check", len(self.numbers), depends)
 
     def record(self, number: int) -> bytes:
         """Return the JSON of a sample that can be used, of a ``.jsonl`` or ``.json`` file."""

@@ -62,7 +62,7 @@ class Measuring:
         require_fitting(processor, architecture)
         sources = parse_sources([str(path)], defaults)
         self._path = path
-        self._depends = depends_on(sources, processor, config, "train")
+        self._sources, self._processor, self._config = sources, processor, config
         self._encoder = BalancedTaskEncoder(
             *(architecture, processor, config, sources), dp_rank=0, dp_size=1, trained=ALL
         )
@@ -118,7 +118,9 @@ class Measuring:
         return list(map(self._measured, self._factories))
 
     def _parts(self, folder: Path) -> Parts:
-        return Parts(folder, "measure", self._bounds[-1], self._depends)
+        # This reads a part of the data, which have been opened before: that refuses pipes.
+        depends = depends_on(self._sources, self._processor, self._config, "train")
+        return Parts(folder, "measure", self._bounds[-1], depends)
 
     def _measure_sample(self, number: int) -> tuple[Size | Unusable, int]:
         """Measure a sample by its number among those of all data sets."""

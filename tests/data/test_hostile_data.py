@@ -16,14 +16,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import DataConfig, Source, readers
 from mcore_qwen3vl.data.datasets import CrudeSamples
 from mcore_qwen3vl.data.encoding import pixels
 from mcore_qwen3vl.data.inspection import check_data
+from mcore_qwen3vl.data.measuring import Measuring
 from mcore_qwen3vl.data.records import video
 from mcore_qwen3vl.data.records.media import Media, image_size, load_image
 from mcore_qwen3vl.data.records.reading import BadSample, Reading, record_limit
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.tiny.tiny_checkpoint import tiny_config
 from tests.data.conftest import WriteJsonl, chat, question, write_png, write_tar, write_video
 
 LITTLE = DataConfig(seq_length=4096, packing=True, max_decoded_pixels=100 * 100)
@@ -189,6 +192,11 @@ def test_a_pipe_in_a_folder_of_data_is_not_opened(
     os.mkfifo(tmp_path / name)
     with pytest.raises(BadInput, match="is a pipe"):
         check_data(tmp_path, processor, DataConfig(256))
+    with pytest.raises(BadInput, match="is a pipe"):
+        Measuring(
+            tmp_path, processor, DataConfig(256, packing=True, balance=True),
+            Architecture.from_hf(tiny_config()), Reading(),
+        )  # fmt: skip
 
 
 @pytest.mark.usefixtures("in_time")
