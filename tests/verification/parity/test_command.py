@@ -30,7 +30,9 @@ def test_a_layout_that_holds_and_one_that_does_not(
     asked = (matrix.reference("dense").path, "--tp", 2, "--sp", "--batches", "image")
     assert run(*asked, "--no-gradients", "--json", "--report", tmp_path) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report == json.loads((tmp_path / "report.json").read_text())
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert [one["argument"] for one in written.pop("certificate")["inputs"]] == ["hf"]
+    assert report == written
     assert (report["ok"], report["environment"]["layout"]) == (True, "tp2+sp")
     assert report["title"].endswith("at tp2+sp against Hugging Face")
     monkeypatch.setattr(comparison, "TOLERANCE", 1e-9)
