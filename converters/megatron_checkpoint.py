@@ -175,10 +175,6 @@ class MegatronCheckpoint(ABC):
         shape = self.index.tensors[key].shape
         return self._read_chunks(key, (), (0,) * len(shape), shape)
 
-    def objects(self, name: str) -> list[Any]:
-        """Return the objects that Megatron keeps beside tensors under a name, as plain values."""
-        return []
-
     def read(self, key: str, start: Shape, size: Shape) -> Tensor:
         """Return a box of the tensor under `key`.
 

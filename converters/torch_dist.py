@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -83,19 +83,18 @@ class TorchDistCheckpoint(MegatronCheckpoint):
     def arguments(self) -> Mapping[str, Any]:
         if (file := self.folder / "common.pt").is_file():  # before Megatron 0.19
             return arguments_in(load(file))
-        for key, place in self.index.objects.items():
-            if key.startswith("common_state/"):
-                part = slice(place.offset, place.offset + place.length)
-                return arguments_in(load(self.folder / place.file, part))
-        return {}
+        return arguments_in(next(self.objects("common_state"), None))
 
-    def objects(self, name: str) -> list[Any]:
-        found: list[Any] = []
+    def objects(self, name: str) -> Iterator[Any]:
+        """Yield what Megatron keeps beside tensors under a name, a shard at a time, as plain data.
+
+        Raises:
+            BadInput: a shard is damaged, or holds objects that are not Megatron's.
+        """
         for key, place in sorted(self.index.objects.items()):
             if key.startswith(f"{name}/"):
                 part = slice(place.offset, place.offset + place.length)
-                found += load(self.folder / place.file, part)
-        return found
+                yield load(self.folder / place.file, part)
 
     def _unfilled_error(self, key: str) -> BadInput:
         return BadInput(

@@ -132,7 +132,13 @@ def check(
     console.quiet_libraries()
     from mcore_qwen3vl.converters.identify import identify
     from mcore_qwen3vl.data import load_processor
-    from mcore_qwen3vl.data.inspection import check_data, check_part, clean_writer, plot_report
+    from mcore_qwen3vl.data.inspection import (
+        Check,
+        check_data,
+        check_part,
+        clean_writer,
+        plot_report,
+    )
     from mcore_qwen3vl.losses.registry import told_form
     from mcore_qwen3vl.machine import require_extra, usable_cores
     from mcore_qwen3vl.unused.folder import unused_of
@@ -163,12 +169,11 @@ def check(
             preprocess=preprocess, train_on=train_on, chat_template_kwargs=chat_template_kwargs
         ),
         "architecture": Architecture.from_hf(folder),
-        "processes": workers or usable_cores(),
     }
-    processor = load_processor(folder)
+    processor, processes = load_processor(folder), workers or usable_cores()
     if which is not None and folder_of_parts is not None:
-        done = check_part(which, folder_of_parts, path, processor, config, **reads)
-        _present_part(json, which, *done)
+        one = Check(path, processor, config, **reads)
+        _present_part(json, which, *check_part(one, which, folder_of_parts, processes))
         return
     with nullcontext() if write_clean is None else clean_writer(write_clean, path) as write:
         report = check_data(
@@ -176,6 +181,7 @@ def check(
             processor,
             config,
             **reads,
+            processes=processes,
             unused=unused_of(folder),
             ranks=dp,
             micro_batches=max(1, global_batch_size // dp),

@@ -224,25 +224,12 @@ def check_data(
     return fold.finish(config, architecture, ranks, micro_batches)
 
 
-def check_part(
-    part: Part,
-    folder: Path,
-    path: Path,
-    processor: Any,
-    config: DataConfig,
-    *,
-    split: str = "train",
-    decode: bool = True,
-    limit: int | None = None,
-    defaults: Reading = PLAIN,
-    architecture: Architecture | None = None,
-    processes: int = 1,
-) -> tuple[Path, int]:
+def check_part(check: Check, part: Part, folder: Path, processes: int) -> tuple[Path, int]:
     """Check one part of a data set, for :func:`check_data` to merge, unless that is done already.
 
     Args:
         folder: for the parts' results.
-        path: the data set; this and what follows is as in :func:`check_data`.
+        processes: as in :func:`check_data`.
 
     Returns:
         The file with the part's result, and the number of its samples.
@@ -250,10 +237,6 @@ def check_part(
     Raises:
         BadInput, Unfinished: those of :func:`check_data`; or `folder` cannot be written.
     """
-    check = Check(
-        path, processor, config,
-        split=split, decode=decode, limit=limit, defaults=defaults, architecture=architecture,
-    )  # fmt: skip
     parts, numbers = check.parts(folder), part.of(len(check.numbers))
     if not parts.is_done(part):
         with parts.written(part) as write:

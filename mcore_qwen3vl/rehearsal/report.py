@@ -70,6 +70,7 @@ def print_rehearsal(rehearsal: Rehearsal) -> None:
 def print_fits(fits: Sequence[Fit], command: Command) -> None:
     """Print the rehearsed layouts."""
     mark = ", as given" if command.script is None else ", this script"
+    planned = any(fit.rehearsal.tokens is not None for fit in fits)
     rows = [
         (
             console.plain(str(fit.candidate.command.layout)) + mark * fit.candidate.is_requested,
@@ -77,18 +78,17 @@ def print_fits(fits: Sequence[Fit], command: Command) -> None:
             in_gb(fit.rehearsal.fullest.reserved),
             _spare_text(fit.rehearsal.fullest, 1e9),
             "" if fit.seconds is None else f"{fit.seconds:.3g}",
-            *([] if days is None else [days]),
+            *([_days(fit)] if planned else []),
             "[green]fits[/]" if fit.good else "[red]no[/]",
             console.plain(" ".join(fit.candidate.flags) if fit.good else fit.rehearsal.verdict),
         )
-        for fit, days in zip(fits, _days(fits), strict=True)
+        for fit in fits
     ]
-    planned = ">days" if any(fit.rehearsal.tokens is not None for fit in fits) else None
     _print_table(
         f"Layouts on {command.gpus} GPUs: GB of the fullest role, rehearsed; seconds of a step, "
         "modelled",
         *("layout", ">held", ">reserved", ">left", ">s a step"),
-        *([planned] if planned else []),
+        *([">days"] if planned else []),
         *("", "append"),
         rows=rows,
     )
@@ -100,16 +100,9 @@ def print_fits(fits: Sequence[Fit], command: Command) -> None:
         )
 
 
-def _days(fits: Sequence[Fit]) -> list[str | None]:
-    """Return the days of the whole training for each row; None if no tokens were given."""
-    return [
-        None
-        if fit.rehearsal.tokens is None
-        else ""
-        if fit.rehearsal.training is None
-        else f"{fit.rehearsal.training.days:,.2f}"
-        for fit in fits
-    ]
+def _days(fit: Fit) -> str:
+    training = fit.rehearsal.training
+    return "" if training is None else f"{training.days:,.2f}"
 
 
 def print_estimate(

@@ -83,9 +83,7 @@ def _begin_child(work: Callable[[int], Any]) -> None:
     end_with_parent()
     _work = work
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the rank's handler, which finishes a step
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # the parent, which gets it too, kills its children
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and kills its children
     torch.set_num_threads(1)  # the others have the other cores
 
 

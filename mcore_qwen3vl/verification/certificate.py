@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import mcore_qwen3vl
+from mcore_qwen3vl.converters.hf.companions import sha256_of
 from mcore_qwen3vl.converters.identify import PathKind, identify
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json, refuse_special_files
@@ -61,12 +62,7 @@ def _hashes_of(path: Path) -> dict[str, str]:
     folder = identify(path).folder
     refuse_special_files(folder)
     files = sorted(file for file in folder.rglob("*") if file.is_file())
-    return {str(file.relative_to(folder)): _hash_of(file) for file in files}
-
-
-def _hash_of(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    return {str(file.relative_to(folder)): sha256_of(file) for file in files}
 
 
 def hash_of_code() -> str:
@@ -74,7 +70,7 @@ def hash_of_code() -> str:
     root = Path(mcore_qwen3vl.__file__).parent
     whole = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
-        whole.update(f"{file.relative_to(root).as_posix()}\0{_hash_of(file)}\n".encode())
+        whole.update(f"{file.relative_to(root).as_posix()}\0{sha256_of(file)}\n".encode())
     return whole.hexdigest()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,17 +26,13 @@ from mcore_qwen3vl.converters.torch_dist import TorchDistCheckpoint
 from mcore_qwen3vl.data.loader import position_in
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.training.arguments.run import ParallelSettings
 from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.training.contract.record import RunRecord
 from mcore_qwen3vl.verification.measurement import Finding, Measurement
 from mcore_qwen3vl.verification.report import Report
 
 _PARAMETER, _MOMENTS = "optimizer.state.param.", ("exp_avg", "exp_avg_sq")
-_LAYOUT = {
-    "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size",
-    "cp": "context_parallel_size", "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size", "sp": "sequence_parallel",
-}  # fmt: skip
 _NO_GRADIENT = 1e-4
 """Of the largest gradient of a tensor: a smaller one may be rounding alone. Adam steps an element
 by its rate, however small its gradient is, so weights are compared where gradients are larger."""
@@ -46,32 +43,44 @@ class Tolerances:
     """Largest relative differences between two runs of the same numbers.
 
     Attributes:
-        loss, norm: of logged losses and gradient norms.
+        logged: of the numbers of a log, by :func:`kind_of`.
         moments: the norm of the difference of a tensor's moments, over the norm of the moments.
         weights: the root mean square of the difference of a tensor's weights, over the sum of the
             learning rates so far, which is how far Adam may have moved them.
     """
 
-    loss: float
-    norm: float
+    logged: Mapping[str, float]
     moments: float
     weights: float
 
     def times(self, factor: float) -> Tolerances:
-        return Tolerances(**{name: factor * value for name, value in vars(self).items()})
+        """Return those of runs that rounding has driven apart; it leaves the rate as it is."""
+        logged = {kind: factor * limit for kind, limit in self.logged.items()}
+        logged["rate"] = self.logged["rate"]
+        return Tolerances(logged, factor * self.moments, factor * self.weights)
 
     def of(self, key: str) -> float | None:
         """Return that of a logged number; None for one that two runs need not share."""
-        if key == "learning rate":
-            return 1e-9
-        if "grad norm" in key:
-            return self.norm
-        return self.loss if key.endswith("loss") else None
+        kind = kind_of(key)
+        return None if kind is None else self.logged[kind]
 
 
-FLOAT32 = Tolerances(loss=2e-5, norm=3e-4, moments=1e-3, weights=1e-2)
-HALF = Tolerances(loss=2e-2, norm=2e-1, moments=3e-1, weights=5e-1)
-"""In bf16 and fp16, whose rounding differs with the order of sums."""
+def kind_of(key: str) -> str | None:
+    """Return which limit is a logged number's; None for one of speed or of the layout."""
+    if key == "learning rate":
+        return "rate"
+    if "grad norm" in key:
+        return "grad norm"
+    return "loss" if key.endswith("loss") else None
+
+
+LOGGED = {"loss": 2e-5, "grad norm": 3e-4, "rate": 1e-9}
+"""Largest relative differences in float32 between two layouts, or to a plain loop, in few steps;
+the norm of a step carries what rounding did to the weights of the steps before."""
+LOGGED_IN_HALF = {"loss": 2e-2, "grad norm": 2e-1, "rate": 1e-9}
+"""The same in bf16 and fp16, whose rounding differs with the order of sums."""
+FLOAT32 = Tolerances(LOGGED, moments=1e-3, weights=1e-2)
+HALF = Tolerances(LOGGED_IN_HALF, moments=3e-1, weights=5e-1)
 
 
 @dataclass
@@ -116,12 +125,16 @@ class SavedStep:
 
     def __init__(self, folder: Path, iteration: int) -> None:
         self._run, self.iteration = folder, iteration
-        self.tensors: MegatronCheckpoint = TorchDistCheckpoint(folder / folder_name(iteration))
+
+    @cached_property
+    def tensors(self) -> TorchDistCheckpoint:
+        return TorchDistCheckpoint(self._run / folder_name(self.iteration))
 
     @cached_property
     def _common(self) -> Mapping[str, Any]:
-        found = self.tensors.objects("common_state")
-        return found[0] if found else {}
+        state = next(self.tensors.objects("common_state"), None)
+        first = state[0] if isinstance(state, list) and state else state
+        return first if isinstance(first, Mapping) else {}
 
     @cached_property
     def arguments(self) -> Mapping[str, Any]:
@@ -133,12 +146,10 @@ class SavedStep:
 
     @property
     def layout(self) -> Layout:
-        sizes: dict[str, Any] = {size: self.arguments.get(arg) for size, arg in _LAYOUT.items()}
-        without = () if self.arguments.get("num_experts") else ("ep", "etp")
-        sizes = {size: n for size, n in sizes.items() if n is not None and size not in without}
-        ranks = int(self.arguments.get("world_size", 1))
-        dp = ranks // math.prod(int(sizes.get(size, 1)) for size in ("tp", "pp", "cp"))
-        return Layout(**{**sizes, "dp": max(dp, 1)})
+        flags = Namespace(**{**vars(ParallelSettings()), **self.arguments})
+        moe = bool(self.arguments.get("num_experts"))
+        found = Layout.from_flags(flags, flags.world_size, moe=moe)
+        return found if moe else replace(found, ep=1, etp=1)  # Megatron sets ETP without experts
 
     @property
     def rate(self) -> float:
@@ -167,7 +178,7 @@ class SavedStep:
 
     @property
     def random_states(self) -> list[Any]:
-        return self.tensors.objects("rng_state")
+        return list(self.tensors.objects("rng_state"))
 
 
 def compare_runs(
@@ -205,7 +216,7 @@ def compare_runs(
     last = one.checkpoint(one.iterations[-1]), other.checkpoint(other.iterations[-1])
     tolerances = (HALF if any(step.is_half for step in last) else FLOAT32).times(loosen)
     report.environment = {"layouts": " and ".join(str(step.layout) for step in last)}
-    report.not_compared = _not_compared(one, other, logs, records, saved)
+    report.not_compared = _not_compared(one, other, logs, records, saved, last[0])
     for step in steps:
         found: list[Finding] = []
         if step in in_effect:
@@ -230,6 +241,7 @@ def _not_compared(
     logs: tuple[Path, Path] | None,
     records: tuple[Path, Path] | None,
     saved: Sequence[int],
+    last: SavedStep,
 ) -> list[str]:
     """Return sentences on what there is nothing of."""
     sentences = []
@@ -243,7 +255,7 @@ def _not_compared(
         sentences.append(
             f"states: there are checkpoints of {one.iterations} and {other.iterations}."
         )
-    elif not any(_moment_keys(one.checkpoint(saved[-1]).tensors)):
+    elif not any(_moment_keys(last.tensors)):
         sentences.append(
             "moments: A has none by the names of parameters (--no-save-optim, or another form)."
         )

@@ -32,15 +32,14 @@ class RecordLog:
 
     def write(self, iteration: int) -> None:
         """Append a line with the step's records, on one rank of those that share them."""
+        if self._folder is None:
+            return
         from megatron.core import parallel_state
 
+        from mcore_qwen3vl.training.data_provider import rank_reads
+
         names, self._names = self._names, []
-        sharing = (
-            parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_pipeline_model_parallel_rank(),
-            parallel_state.get_context_parallel_rank(),
-        )
-        if self._folder is None or any(sharing):
+        if not rank_reads():
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         rank = parallel_state.get_data_parallel_rank()

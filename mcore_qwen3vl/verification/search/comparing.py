@@ -9,18 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_qwen3vl.runtime.launch import RanksFailed, run_layout
+from mcore_qwen3vl.verification.runs import LOGGED, LOGGED_IN_HALF, kind_of
 from mcore_qwen3vl.verification.search import plain
 from mcore_qwen3vl.verification.search.case import Case
 from mcore_qwen3vl.verification.search.running import Bench, Outcome
 
-LIMITS = {"loss": 2e-5, "grad norm": 3e-4, "rate": 1e-9}
-"""Largest relative differences in float32 between two layouts, or to the plain loop, in few steps;
-the norm of a step carries what rounding did to the weights of the steps before."""
+LIMITS, HALF = LOGGED, LOGGED_IN_HALF
 AGAIN = {"loss": 2e-6, "grad norm": 3e-5, "rate": 0.0}
-"""The same where the same is computed once more: some products round otherwise by where in memory
+"""`LIMITS` where the same is computed once more: some products round otherwise by where in memory
 their operands lie, and a run's other flags move them."""
-HALF = {"loss": 2e-2, "grad norm": 2e-1, "rate": 1e-9}
-"""The same in bf16 and fp16."""
 
 
 @dataclass(frozen=True)
@@ -82,15 +79,6 @@ def validations(outcome: Outcome) -> dict[str, float]:
     """Return the numbers of the last validation."""
     entries = [entry for one in outcome.ran for entry in one.validations]
     return {k: v for k, v in (entries[-1] if entries else {}).items() if k.startswith("valid")}
-
-
-def kind_of(key: str) -> str | None:
-    """Return which limit is a logged number's; None for one of speed or of the layout."""
-    if key == "learning rate":
-        return "rate"
-    if "grad norm" in key:
-        return "grad norm"
-    return "loss" if key.endswith("loss") else None
 
 
 def agree(a: Any, b: Any, limit: float) -> bool:

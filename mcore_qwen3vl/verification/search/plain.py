@@ -584,9 +584,7 @@ def mean_loss(
     adapter: Path | None = None,
 ) -> float:
     """Return the mean loss of the trained tokens of all records, under a model as it is loaded."""
-    totals = log_probabilities(model_folder, records, folder, adapter)
-    processor = load_processor(model_folder)
-    samples = [[encode(processor, record, folder)] for record in records]
+    samples, totals = _scored(model_folder, records, folder, adapter)
     return -sum(totals) / sum(_divisor(sample, "cross_entropy") for sample in samples)
 
 
@@ -597,10 +595,20 @@ def log_probabilities(
     adapter: Path | None = None,
 ) -> list[float]:
     """Return the log-probability of each record's trained tokens."""
+    return _scored(model_folder, records, folder, adapter)[1]
+
+
+def _scored(
+    model_folder: Path,
+    records: Sequence[Mapping[str, Any]],
+    folder: Path,
+    adapter: Path | None,
+) -> tuple[list[list[Encoded]], list[float]]:
+    """Return each record as it is encoded, and the log-probability of its trained tokens."""
     processor, model = load_processor(model_folder), _load_adapted(model_folder, adapter)
     samples = [[encode(processor, record, folder)] for record in records]
     with torch.no_grad():
-        return [-float(_sum_of(model, None, sample, Recipe())) for sample in samples]
+        return samples, [-float(_sum_of(model, None, sample, Recipe())) for sample in samples]
 
 
 def answer(model_folder: Path, prompt: str, count: int, adapter: Path | None = None) -> list[int]:

@@ -392,14 +392,9 @@ class _Notes(RunObserver):
         self._batches.append(_samples_of(batch))
 
     def step(self, iteration: int) -> None:
-        from megatron.core import parallel_state as ps
+        from mcore_qwen3vl.training.data_provider import rank_reads
 
-        first = not (
-            ps.get_tensor_model_parallel_rank()
-            or ps.get_pipeline_model_parallel_rank()
-            or ps.get_context_parallel_rank()
-        )
-        if first:
+        if rank_reads():
             print(json.dumps([iteration, self._batches]), file=self._file)
         self._batches = []
         if iteration == self._segment.kill_after:
