@@ -12,7 +12,7 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadsc
 # Some machines forbid Python to keep bytecode; without it each process takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo shell train-demo test test-slow test-all numerics test-trl test-clusters test-wandb test-muon test-te test-verl test-grpo test-vllm test-versions test-megatron lint docs parity parity-2b search bench-convert gpu-check release clean
+.PHONY: help demo shell train-demo test test-slow test-all numerics test-trl test-clusters test-trackers test-muon test-te test-verl test-grpo test-vllm test-versions test-megatron lint docs parity parity-2b search bench-convert gpu-check release clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -46,8 +46,11 @@ test-trl: $(ENVIRONMENT) ## losses against TRL's and sentence-transformers', whi
 test-clusters: $(ENVIRONMENT) ## SkyPilot checks its file, Kubeflow's schema the other
 	$(UV) run --quiet --with 'skypilot>=0.14,<0.15' python -m pytest tests/launch/test_clusters.py $(ARGS)
 
-test-wandb: $(ENVIRONMENT) ## an offline run of Weights & Biases, which is installed for it
-	$(UV) run --quiet --with 'wandb>=0.31,<0.32' python -m pytest tests/training/logs/test_wandb.py $(ARGS)
+test-trackers: $(ENVIRONMENT) ## runs with W&B, MLflow, SwanLab and Trackio, installed for it, offline
+	$(UV) run --quiet --with 'wandb>=0.31,<0.32' --with 'mlflow-skinny>=3.17,<4' \
+	  --with 'sqlalchemy>=2,<3' --with 'alembic>=1,<2' --with 'swanlab>=0.10,<0.11' \
+	  --with 'trackio>=0.43,<0.44' \
+	  python -m pytest tests/training/logs/test_wandb.py tests/training/logs/test_trackers.py $(ARGS)
 
 test-muon: $(ENVIRONMENT) ## Muon against the package's own on HF's model, which is installed for it
 	$(UV) run --quiet --with 'emerging-optimizers>=0.3,<0.4' \

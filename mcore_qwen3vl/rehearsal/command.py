@@ -279,7 +279,8 @@ _RANDOM_START = (
 _NOT_REHEARSED = (
     *("--valid-data-path", "--eval-iters", "--eval-interval", "--full-validation"),
     *("--tensorboard-dir", "--wandb-project", "--wandb-exp-name", "--wandb-save-dir"),
-    *("--log-json", "--train-samples", "--rampup-batch-size"),
+    *("--log-json", "--log-records", "--log-to", "--log-project", "--log-run"),
+    *("--train-samples", "--rampup-batch-size"),
     *("--lr-warmup-fraction", "--lr-warmup-iters", "--lr-warmup-samples"),
     *("--lr-decay-style", "--lr-decay-iters", "--lr-decay-samples"),
     *("--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "--lr-wsd-decay-style"),

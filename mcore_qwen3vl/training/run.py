@@ -47,6 +47,7 @@ from mcore_qwen3vl.training.folders import lock_folders
 from mcore_qwen3vl.training.logs import metrics
 from mcore_qwen3vl.training.logs.record_log import RecordLog
 from mcore_qwen3vl.training.logs.terminal import RunProgress, quiet
+from mcore_qwen3vl.training.logs.trackers import Trackers
 from mcore_qwen3vl.unused.fields import Unused, sentences
 
 _NO_NUMBER = "in local grad norm for bucket"
@@ -163,6 +164,8 @@ class Run:
         # The last rank shows progress, as with Megatron's own log: it knows the loss.
         last = settings.parallel.rank == settings.parallel.world_size - 1
         self.progress = RunProgress(screen if last else None)
+        self._trackers = Trackers(settings.training.log_to if last else ())
+        self._given = {name: getattr(parsed.args, name, None) for name in parsed.explicit}
         self.contract = Contract(self.args, settings, self.progress.say)
         self.checkpoints = RunCheckpoints(self)
 
@@ -203,6 +206,16 @@ class Run:
         ]
 
     def train(self) -> int:
+        """Train, and send the numbers to trackers; return 0, or 128 + N if signal N stopped it."""
+        training, exit_code = self.settings.training, 1
+        self._trackers.begin(training.log_project, training.log_run, self._given)
+        try:
+            exit_code = self._train()
+        finally:
+            self._trackers.finish(exit_code)
+        return exit_code
+
+    def _train(self) -> int:
         """Call ``megatron.training.pretrain``; return 0, or 128 + N if signal N stopped it."""
         self._interrupt_as_sigterm()
         validations = self.checkpoints.validations
@@ -511,8 +524,14 @@ class Run:
             numbers |= self.skips.report() if self.settings.compute.fp16 else {}
             numbers |= self.last_report
         self.progress.show(iteration, numbers)
-        if due and (log_json := self.settings.training.log_json):
+        if due:
+            self._keep(iteration, numbers)
+
+    def _keep(self, iteration: int, numbers: Mapping[str, float | None]) -> None:
+        """Write numbers to ``--log-json``, and send them to trackers."""
+        if log_json := self.settings.training.log_json:
             metrics.append_json(log_json, {"iteration": iteration, **numbers})
+        self._trackers.log(numbers, iteration)
 
     def _evaluate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the losses of a validation, and report them."""
@@ -542,8 +561,7 @@ class Run:
             numbers |= {f"validation {name}": n for name, n in left_out.items()}
             listing += "".join(f"  without {n} {name}" for name, n in left_out.items())
             self.progress.say(f"step {iteration}: {listing}")
-            if log_json := self.settings.training.log_json:
-                metrics.append_json(log_json, {"iteration": iteration, **numbers})
+            self._keep(iteration, numbers)
         for name in [name for name, loss in (losses or {}).items() if math.isnan(float(loss))]:
             del losses[name]  # Megatron would write it to TensorBoard
         return result

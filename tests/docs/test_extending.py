@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import textwrap
 from importlib import import_module
 from pathlib import Path
@@ -28,6 +29,7 @@ from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments import run
 from mcore_qwen3vl.training.arguments.parser import validate
+from mcore_qwen3vl.training.logs.trackers import Trackers
 from mcore_qwen3vl.training.model import fields_from_flags
 from tests.converters.checkpoints import load
 from tests.converters.forms import rewritten
@@ -83,6 +85,19 @@ def test_loss_example(tmp_path, monkeypatch):
     total, count = focal(losses, torch.tensor([[1.0, 1.0, 0.0]]))
     assert count == 2
     assert 0 < total < cross_entropy(losses, torch.tensor([[1.0, 1.0, 0.0]]))[0]
+
+
+def test_tracker_example(tmp_path, monkeypatch):
+    (tmp_path / "my_tracker.py").write_text(extension("my_tracker.py"))
+    monkeypatch.setenv("MY_LINES", str(tmp_path / "lines"))
+    trackers = Trackers([f"{tmp_path}/my_tracker.py:Lines"])
+    trackers.begin(None, None, {"lr": 1e-5, "freeze": ["vision", "aligner"]})
+    trackers.log({"lm loss": 1.25}, 10)
+    trackers.finish(0)
+    assert list(map(json.loads, (tmp_path / "lines").read_text().splitlines())) == [
+        {"freeze": "vision aligner", "lr": 1e-5},
+        {"step": 10, "lm loss": 1.25},
+    ]
 
 
 def test_whole_loss_example(tmp_path, monkeypatch):

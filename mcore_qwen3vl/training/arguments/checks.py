@@ -43,6 +43,7 @@ from mcore_qwen3vl.training.arguments.run import (
     ComputeSettings,
     LogSettings,
     ParallelSettings,
+    TrainingSettings,
 )
 from mcore_qwen3vl.training.arguments.schedule import ITERS, SAMPLES
 from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings
@@ -52,6 +53,7 @@ from mcore_qwen3vl.training.folders import (
     check_writable,
     require_folder,
 )
+from mcore_qwen3vl.training.logs.trackers import check_tracker
 from mcore_qwen3vl.unused.fields import Unused
 
 
@@ -326,6 +328,7 @@ def check_surroundings(settings: Settings) -> None:
     _check_checkpoint_kinds(settings)
     _check_async(settings.checkpoints, cpu=settings.model.cpu)
     _check_loggers(settings.logs, settings.checkpoints.save)
+    _check_trackers(settings.training, settings.logs)
     _check_packages(settings)
 
 
@@ -468,6 +471,21 @@ def _check_loggers(logs: LogSettings, save: str | None) -> None:
             raise BadInput("--wandb-project needs a name for the run: add --wandb-exp-name NAME.")
         if not (logs.wandb_save_dir or save):
             raise BadInput("--wandb-project needs a place for its files: --wandb-save-dir DIR.")
+
+
+def _check_trackers(training: TrainingSettings, logs: LogSettings) -> None:
+    """Check the trackers of ``--log-to``, and the flags that only they read."""
+    for name in ("log_project", "log_run"):
+        if getattr(training, name) is not None and not training.log_to:
+            raise BadInput(f"{flag_of(name)} acts with --log-to alone: add it, or drop the flag.")
+    if "wandb" in training.log_to and logs.wandb_project:
+        raise BadInput(
+            "--log-to wandb and --wandb-project would both write to W&B: give one of them."
+        )
+    for named in training.log_to:
+        if training.log_to.count(named) > 1:
+            raise BadInput(f"--log-to names {named} twice.")
+        check_tracker(named)
 
 
 def _check_packages(settings: Settings) -> None:

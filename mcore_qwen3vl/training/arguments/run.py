@@ -73,6 +73,13 @@ class TrainingSettings:
     """append each logged iteration's numbers, unrounded"""
     log_records: Folder | None = None
     """append the names of each step's records to a file there for each data-parallel rank"""
+    log_to: tuple[Annotated[str, Flag("TRACKER")], ...] = ()
+    """send the numbers of --log-json to experiment trackers: mlflow, swanlab, trackio, wandb, or a
+    function (module:function or file.py:function)"""
+    log_project: Name | None = None
+    """with --log-to: MLflow's experiment, or the others' project; default: mcore-qwen3vl"""
+    log_run: Name | None = None
+    """with --log-to: the run's name; default: the tracker's"""
     verbose: bool = False
     """show all that Megatron prints, instead of a progress bar"""
     peak_tflops: float | None = None

@@ -275,6 +275,8 @@ def _writes_text(settings: Settings, a: Architecture) -> str:
         writes.append(f"numbers to {training.log_json}")
     if training.log_records:
         writes.append(f"names of records to {training.log_records}")
+    if training.log_to:
+        writes.append(f"numbers to {', '.join(training.log_to)}")
     if logs.tensorboard_dir:
         writes.append(f"TensorBoard to {logs.tensorboard_dir}")
     if not (save or model.save_hf):

@@ -1,4 +1,4 @@
-"""Weights & Biases receives what TensorBoard does and our own numbers: `make test-wandb`.
+"""Weights & Biases receives what TensorBoard does and our own numbers: `make test-trackers`.
 
 The run is offline, so W&B writes a file that it would upload later, and the test reads that file.
 """
@@ -16,7 +16,7 @@ import pytest
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verification.curves import Job, train
 
-pytest.importorskip("wandb", reason="`make test-wandb` installs it")
+pytest.importorskip("wandb", reason="`make test-trackers` installs it")
 
 BLOCK, HEADER = 32768, 7
 """Sizes of LevelDB's log format, which a ``.wandb`` file has after seven bytes of its own."""
