@@ -162,6 +162,8 @@ def make_resumable(optimizer: Any) -> bool:
     for part, adam in _with_adam(optimizer):
         if isinstance(part, DistributedOptimizer):
             _start_states(adam)
+            if not adam.state:
+                _count_steps(adam)
             adam.register_load_state_dict_post_hook(_separate_steps)
             _tolerate_missing_step(part)
             changed = True
@@ -185,6 +187,17 @@ def _start_states(adam: torch.optim.Adam) -> None:
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
+
+
+def _count_steps(adam: torch.optim.Adam) -> None:
+    """Count the steps where no parameter's state does: mcore saves and loads the count.
+
+    A rank has no trained parameter if its pipeline stage has none, such as the later ones of a run
+    that trains the vision tower alone. torch keeps states under keys that are no parameters.
+    """
+    states: dict[Any, Any] = adam.state
+    states["steps"] = {"step": torch.zeros(())}
+    adam.register_step_post_hook(lambda adam, *_: adam.state["steps"]["step"].add_(1))
 
 
 def _separate_steps(adam: torch.optim.Optimizer) -> None:

@@ -81,8 +81,10 @@ _NEEDS_TE = (
     "use_precision_aware_optimizer",
 )
 """Flags with which Megatron calls or looks for something of Transformer Engine, and fails."""
-_UNAVAILABLE = {
-    "use_ring_exchange_p2p": "no released torch has torch.distributed.ring_exchange",
+_NOT_TAKEN = {
+    "use_ring_exchange_p2p": "it calls torch.distributed.ring_exchange, which no torch has",
+    "exit_signal_handler_for_training": "at a signal Megatron then ends the run without a "
+    "checkpoint; without the flag the run saves one first",
 }
 _NEEDS_GPU = (
     *("gpu_sniff_test_interval", "log_device_memory_used", "use_sharp", "nccl_ub"),
@@ -131,8 +133,8 @@ def check_values(
         if given and spec == "torch" and name in _NEEDS_TE:
             instead = "leave it out" if cpu else "use --spec te, or leave it out"
             raise BadInput(f"{flag} needs Transformer Engine, which --spec torch lacks: {instead}.")
-        if given and name in _UNAVAILABLE:
-            raise BadInput(f"{flag}: {_UNAVAILABLE[name]}, which it calls: leave it out.")
+        if given and name in _NOT_TAKEN:
+            raise BadInput(f"{flag}: {_NOT_TAKEN[name]}: leave it out.")
         if given and cpu and name in _NEEDS_GPU:
             raise BadInput(f"{flag} needs GPUs: leave it out with --cpu.")
         _check_needs(flag, name, given, given_flags)

@@ -64,6 +64,12 @@ _UNSAVED_PARAMETER = re.compile(
 
 log = logging.getLogger(__name__)
 
+_GO_ON_WITHOUT = {
+    "optimizer": "--no-load-optim",
+    "opt_param_scheduler": "--no-load-optim",
+    "rng_state": "--no-load-rng",
+}
+"""The flag that goes on without a state which a checkpoint lacks, by Megatron's name of it."""
 _ZIP = b"PK\x03\x04"  # every stored tensor starts with a zip's first bytes
 
 
@@ -333,11 +339,11 @@ def explain_load_errors(checkpoints: CheckpointSettings) -> Iterator[None]:
     except KeyError as error:
         if lacks := _explain_missing_parameter(directory, error):
             raise lacks from None
-        if error.args[0] not in ("optimizer", "opt_param_scheduler", "rng_state"):
+        if (flag := _GO_ON_WITHOUT.get(error.args[0])) is None:
             raise _unloadable(directory, error) from error
         raise BadInput(
-            f"The checkpoint in {directory} was saved without {error}. Add --no-load-optim "
-            "--no-load-rng to go on without, or --finetune to take its weights only."
+            f"The checkpoint in {directory} was saved without {error}. Add {flag} to go on "
+            "without, or --finetune to take its weights only."
         ) from error
     except (BadInput, OSError, MemoryError, torch.OutOfMemoryError, dist.DistError):
         raise  # each says what it is about

@@ -24,7 +24,6 @@ from mcore_qwen3vl.verification.search.case import Case
 from mcore_qwen3vl.verification.search.comparing import (
     AGAIN,
     HALF,
-    LIMITS,
     TOKEN_LOSSES,
     ByDesign,
     agree,
@@ -78,8 +77,12 @@ STREAMS_OF_WORKERS = ByDesign(
     "cannot be divided over",
     ("resume.md", "the same total for tars and with `--no-balance`; refused otherwise"),
 )
-REFUSED_RESUMES = (PACKS_WAIT, STREAMS_OF_WORKERS)
-"""Their texts are words of a refusal to go on under another layout."""
+NOT_SAVED = ByDesign(
+    "was saved without",
+    ("resume.md", "A checkpoint that was saved with `--no-save-optim` goes on in this way alone"),
+)
+REFUSED_RESUMES = (PACKS_WAIT, STREAMS_OF_WORKERS, NOT_SAVED)
+"""Their texts are words of a refusal to go on."""
 BY_DESIGN = (
     *REFUSED_RESUMES, MTP_IS_COPIED,
     PACKS_OF_RANKS, PARTS_OF_WORKERS, ROUTER_LOSSES, GLOBAL_ROUTER_LOSS, TOWER_WITHOUT_IMAGES,
@@ -293,7 +296,7 @@ def plain_loop(case: Case, outcome: Outcome, bench: Bench) -> str | None:
             ("loss", loss, "loss"), ("grad norm", "grad norm", "grad norm"),
             ("learning rate", "learning rate", "rate"),
         ):  # fmt: skip
-            if not agree(mine[name], other[key], LIMITS[kind]):
+            if not agree(mine[name], other[key], limits_of(case)[kind]):
                 return f"step {step}: {name} is {mine[name]}, and {other[key]} in the plain loop"
     return ""
 

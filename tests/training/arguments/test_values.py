@@ -53,7 +53,8 @@ def check(flags: dict[str, str], *, spec: str = "torch", cpu: bool = True, **giv
         ({"profile": True}, "--profile with --cpu: add --use-pytorch-profiler"),
         ({"run_workload_inspector_server": True}, "needs the Python module workload_inspector"),
         ({"hierarchical_context_parallel_sizes": [1]}, "needs the Python module einops"),
-        ({"use_ring_exchange_p2p": True}, "no released torch has .*: leave it out"),
+        ({"use_ring_exchange_p2p": True}, "which no torch has: leave it out"),
+        ({"exit_signal_handler_for_training": True}, "ends the run without a checkpoint"),
         ({"use_sharp": True}, "--use-sharp needs GPUs: leave it out with --cpu"),
         (
             {"pipeline_model_parallel_comm_backend": "nccl"},

@@ -36,6 +36,7 @@ from tests.training.log import numbers_of
 from tests.turns import slow_except
 
 STEPS, HALF = 4, 2
+LAST_STAGE = ("--trainable", "decoder.final_layernorm", "output_layer")
 LAST, BEFORE = f"iter_{STEPS:07d}", f"iter_{HALF:07d}"
 
 
@@ -74,13 +75,29 @@ def test_same_layout_continues_bit_for_bit(
             marks=pytest.mark.slow,
         ),
         pytest.param(("pp2+E|t|tt|tL", ()), ("pp2+Ettt|tL", ()), marks=pytest.mark.slow),
+        pytest.param(
+            ("single", (*DISTRIBUTED, "--freeze", "language")),
+            ("pp2", (*DISTRIBUTED, "--freeze", "language")),
+            marks=pytest.mark.slow,
+        ),
+        (  # the first rank, whose count of steps is saved, trains nothing
+            ("pp2", (*DISTRIBUTED, *LAST_STAGE)),
+            ("single", (*DISTRIBUTED, *LAST_STAGE)),
+        ),
         pytest.param(  # balanced packs of two ranks continue on one rank in the same order
             ("dp2", (*DISTRIBUTED, "--packing")),
             ("single", ("--use-distributed-optimizer", "--packing")),
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["TP2 to PP2", "DP2 to TP2", "one split to another", "DP2 to one"],
+    ids=[
+        "TP2 to PP2",
+        "DP2 to TP2",
+        "one split to another",
+        "first stage alone",
+        "last stage alone",
+        "DP2 to one",
+    ],
 )
 def test_another_layout_continues_closely(
     before: tuple[str, tuple[str, ...]], after: tuple[str, tuple[str, ...]], dense: Path,
@@ -268,7 +285,7 @@ def test_training_falls_back_to_the_checkpoint_before_or_stops(
             r"a warm-up of 0 steps, 0 samples, .* of 1 steps, 2 samples. .*--override-opt",
         ),
         (("--lr", "7e-4"), r"--lr \S+, and this command --lr 0.0007. .*--load .* --finetune"),
-        (("--ckpt-step", "1"), "saved without 'optimizer'. Add --no-load-optim"),
+        (("--ckpt-step", "1"), "saved without 'optimizer'. Add --no-load-optim to go on"),
         (
             ("--ckpt-step", "1", "--trainable", "language"),
             "holds no .*weight, which .* add --no-load-optim, .*--finetune",
