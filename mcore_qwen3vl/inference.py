@@ -71,6 +71,11 @@ class CheckedModel:
         request.layout.validate(self.architecture, training=False)
         self.adapter = read_adapter_for(request.lora, request.checkpoint, self.folder, task=task)
 
+    @property
+    def stages(self) -> int:
+        """The number of pipeline stages."""
+        return self._request.layout.pp
+
     def load(self, kind: type[Qwen3VLModel] = Qwen3VLModel, **overrides: Any) -> list[Qwen3VLModel]:
         """Build and load this rank's part; all ranks call it, with ``torch.distributed`` set up.
 

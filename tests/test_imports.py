@@ -86,6 +86,7 @@ ORDER = (
     "verification.trace",
     "verification.curves",
     "verification.runs",
+    "verification.rollout",
     "verification.certificate",
     "verification.search",
     "api",

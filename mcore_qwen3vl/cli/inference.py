@@ -121,7 +121,7 @@ def generate(
         for reference in filter(_is_missing_file, references):
             raise BadInput(f"{kind} {reference!r}: no such file.")
     start = time.monotonic()  # a small model takes most of its time for the imports
-    _quiet_and_choose_backend(cpu)
+    quiet_and_choose_backend(cpu)
     from mcore_qwen3vl.generation import (
         GenerationRequest,
         generate_on_all_ranks,
@@ -263,7 +263,7 @@ def score(
 
     An interrupted command continues when it is run again. The summary is the perplexity.
     """
-    _quiet_and_choose_backend(cpu)
+    quiet_and_choose_backend(cpu)
     from mcore_qwen3vl.scoring.score import ScoreRequest
     from mcore_qwen3vl.scoring.score import score as run
 
@@ -309,7 +309,7 @@ def _print_unused(
     return unused
 
 
-def _quiet_and_choose_backend(cpu: bool) -> None:
+def quiet_and_choose_backend(cpu: bool) -> None:
     """Quiet the libraries, and choose the backend before megatron is imported."""
     console.quiet_libraries()
     if cpu:

@@ -7,12 +7,21 @@ and 3 if the command could not be finished.
 import shlex
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import options
+from mcore_qwen3vl.cli.data import DATA_SETS, ChatTemplateKwargs, Preprocess, Split
+from mcore_qwen3vl.cli.inference import (
+    Adapter,
+    Checkpoint,
+    ConfigSource,
+    Cpu,
+    quiet_and_choose_backend,
+    small_layout,
+)
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.layout import Layout
 
@@ -320,6 +329,82 @@ def verify_resume(
     from mcore_qwen3vl.verification.runs import compare_runs
 
     return compare_runs(a, b, logs=logs, records=records, loosen=loosen)
+
+
+@app.command("rollout")
+@options.then(conclude)
+@options.layout_flags(small_layout, without=("vpp",))
+@options.data_flags("allow_dropped", "trust_data")
+def verify_rollout(
+    server: Annotated[
+        str,
+        typer.Argument(
+            metavar="SERVER",
+            help="Address of a server with vLLM's OpenAI API, as http://HOST:8000; a key is read "
+            "from OPENAI_API_KEY.",
+        ),
+    ],
+    checkpoint: Checkpoint,
+    data: Annotated[
+        Path, options.data_set(f"{DATA_SETS} Prompts are its records without the last answer.")
+    ],
+    layout: Layout,
+    reading: dict[str, Any],
+    prompts: Annotated[
+        int, typer.Option(min=1, help="How many records to use, from the beginning.")
+    ] = 16,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            help="Of the server's sampling, and what logits are divided by; 0 is greedy, and they "
+            "are then not divided."
+        ),
+    ] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Of the server's sampling; 1 is off.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Of the server's sampling; 0 is off.")] = 0,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
+    seed: Annotated[int, typer.Option(help="Of the server's sampling.")] = 0,
+    model: Annotated[
+        str | None, typer.Option(help="The server's name of the model; default: its first.")
+    ] = None,
+    split: Split = "train",
+    preprocess: Preprocess = None,
+    chat_template_kwargs: ChatTemplateKwargs = None,
+    dtype: Annotated[
+        Literal["config", "bf16", "fp16", "fp32"],
+        typer.Option(
+            help="Dtype in which the server is expected to compute; config: as the checkpoint's "
+            "config says."
+        ),
+    ] = "config",
+    spec: options.Spec = "torch",
+    hf_model: ConfigSource = None,
+    lora: Adapter = None,
+    cpu: Cpu = False,
+    timeout: Annotated[
+        float, typer.Option(help="How long to wait for an answer of the server, in seconds.")
+    ] = 600.0,
+) -> "Report":
+    """Say what makes a server's log-probabilities differ from the trained model's.
+
+    The server answers prompts of DATA, and CHECKPOINT scores its answers. The first of these that
+    explains the difference is named: tokens of the prompt, pixels and grids, the meaning of
+    log-probabilities (temperature, masks), rounding, weights of the language model or the tower.
+    """
+    quiet_and_choose_backend(cpu)
+    from mcore_qwen3vl.inference import unused_by
+    from mcore_qwen3vl.verification.rollout.comparison import RolloutRequest, compare_rollout
+    from mcore_qwen3vl.verification.rollout.server import Sampling
+
+    request = RolloutRequest(
+        checkpoint, server=server, data=data, model=model, prompts=prompts,
+        sampling=Sampling(temperature, top_p, top_k, max_tokens, seed), split=split,
+        preprocess=preprocess, chat_template_kwargs=chat_template_kwargs, timeout=timeout,
+        layout=layout, spec=spec, dtype=dtype, hf=hf_model, lora=lora, **reading,
+    )  # fmt: skip
+    report = compare_rollout(request, on_cpu=cpu)
+    console.print_unused([*unused_by(request, "verify rollout"), *report.unused])
+    return report
 
 
 @app.command("search")

@@ -29,7 +29,7 @@ from mcore_qwen3vl.losses.reranker import answer_word_runner, relevance
 from mcore_qwen3vl.model.head import Head, likeliest, token_log_probs
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, TaskModel
-from mcore_qwen3vl.scoring.records import BlockResults, Records
+from mcore_qwen3vl.scoring.records import BlockResults, SequenceSource
 from mcore_qwen3vl.training.data_provider import (
     SharedBatches,
     StageFeed,
@@ -210,7 +210,10 @@ class Scorer:
     """
 
     def __init__(
-        self, chunks: Sequence[Qwen3VLModel], records: Callable[[], Records], readout: Readout
+        self,
+        chunks: Sequence[Qwen3VLModel],
+        records: Callable[[], SequenceSource],
+        readout: Readout,
     ) -> None:
         self._chunks = list(chunks)
         for chunk in self._chunks:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import batched
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from mcore_qwen3vl.data.scores import facts_file_of, token_digest, write_teacher
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json, refuse_links, write_at_once
 from mcore_qwen3vl.losses.registry import told_form
+from mcore_qwen3vl.model.inputs import PixelScale
 from mcore_qwen3vl.unused.fields import Unused
 
 
@@ -166,16 +167,14 @@ class Records:
         named = {each.name: plan for each in micro if (plan := self._with_pixels(each))}
         # A rank may have no records left while others have.
         named = named or {"": spare_plan(self._pad_id)}
-        lengths = [self._config.padded(len(plan.input_ids)) for plan in named.values()]
-        width = -(-sum(lengths) // self._multiple) * self._multiple
-        batcher = Batcher(
+        return assemble(
+            named,
             self._architecture,
-            replace(self._config, seq_length=width),
+            self._config,
             self._pad_id,
             self._preparation.scale,
+            self._multiple,
         )
-        assemble = batcher.pack if self._config.packing else batcher.pad
-        return assemble(list(named.values()), list(named))
 
     def _with_pixels(self, sequence: Planned) -> Plan | None:
         """Return a sequence's plan with pixels; None, and note why, if they cannot be decoded."""
@@ -185,6 +184,40 @@ class Records:
             self._results.errors[sequence.record] = reason_of(error)
             return None
         return replace(sequence.plan, pixels=pixels)
+
+
+def assemble(
+    named: Mapping[str, Plan],
+    architecture: Architecture,
+    config: DataConfig,
+    pad_id: int,
+    scale: PixelScale | None,
+    multiple: int,
+) -> Batch:
+    """Make a micro-batch of sequences with pixels, by name, as wide as they need.
+
+    Args:
+        scale: of the pixels, see :class:`~mcore_qwen3vl.data.encoding.pixels.PixelLoader`.
+        multiple: the number that the width must be a multiple of.
+    """
+    lengths = [config.padded(len(plan.input_ids)) for plan in named.values()]
+    width = -(-sum(lengths) // multiple) * multiple
+    batcher = Batcher(architecture, replace(config, seq_length=width), pad_id, scale)
+    make = batcher.pack if config.packing else batcher.pad
+    return make(list(named.values()), list(named))
+
+
+class SequenceSource(Protocol):
+    """What a scorer takes its sequences from, by their numbers."""
+
+    def plan(self, records: Sequence[int]) -> list[list[Planned]]:
+        """Return which sequences share a micro-batch."""
+
+    def batches(self, micros: Sequence[Sequence[Planned]], count: int) -> Iterator[Batch]:
+        """Yield the micro-batches with their pixels, then empty ones up to `count` in all."""
+
+    def take_results(self) -> BlockResults:
+        """Return what is known of the records that were planned since the last call."""
 
 
 @dataclass

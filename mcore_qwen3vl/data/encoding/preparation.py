@@ -53,9 +53,10 @@ class Preparation:
         config.media.apply(processor)
         self._max_seconds = config.max_sample_seconds
         self._sources = list(sources)
-        self._chat_template_kwargs = [
+        self.template_arguments = [
             parse_template_kwargs(source.reading.chat_template_kwargs) for source in self._sources
         ]
+        """Arguments of the chat template, by the number of the data set."""
         self._renderer = Renderer(
             processor, config.document_end, allow_dropped=config.allow_dropped
         )
@@ -110,7 +111,7 @@ class Preparation:
         """Tokenise a sample and measure its media."""
         with record_limit(self._max_seconds):
             parsed = parsed or self.parse(sample)
-            arguments = self._chat_template_kwargs[sample.source]
+            arguments = self.template_arguments[sample.source]
             rendered = self._renderer.render(parsed, arguments)
             plan = self._planners[sample.source].plan(rendered)
         unused = (*rendered.unused, *plan.unused, *sample.folder.unused)

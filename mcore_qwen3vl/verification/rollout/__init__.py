@@ -1,0 +1,1 @@
+"""``verify rollout``: what makes a server's log-probabilities differ from the trained model's."""
