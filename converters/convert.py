@@ -1,8 +1,8 @@
 """Convert checkpoints between Hugging Face and Megatron-Core, without a GPU and in little memory.
 
 The `plan_*` functions check all that can be checked without moving data and report what would be
-done; `write` then carries out that plan. Both are in `offline`; the commands and other programs
-import them from here.
+done; `write` then carries out that plan, and `write_part` one part of it. All are in `offline`; the
+commands and other programs import them from here.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Unpack
 from mcore_qwen3vl.converters.offline.engine import (
     ConversionPlan,
     ConversionResult,
+    PartResult,
     plan_and_write,
     write,
+    write_part,
 )
 from mcore_qwen3vl.converters.offline.to_hf import HFOptions, plan_hf_to_hf, plan_mcore_to_hf
 from mcore_qwen3vl.converters.offline.to_mcore import McoreOptions, plan_hf_to_mcore
@@ -25,6 +27,7 @@ __all__ = [
     "ConversionResult",
     "HFOptions",
     "McoreOptions",
+    "PartResult",
     "hf_to_hf",
     "hf_to_mcore",
     "mcore_to_hf",
@@ -32,6 +35,7 @@ __all__ = [
     "plan_hf_to_mcore",
     "plan_mcore_to_hf",
     "write",
+    "write_part",
 ]
 
 

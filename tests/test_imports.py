@@ -25,6 +25,7 @@ ORDER = (
     "time_limit",
     "unused.fields",
     "flags",
+    "part",
     "lazy",
     "files",
     "functions",

@@ -10,7 +10,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,9 +20,11 @@ from typing import Any, Protocol, TypedDict
 from mcore_qwen3vl import __version__
 from mcore_qwen3vl.converters.identify import identify
 from mcore_qwen3vl.converters.storage.boxes import Shape
+from mcore_qwen3vl.converters.storage.part_staging import part_staging
 from mcore_qwen3vl.converters.storage.staging import Meter, Progress, Staging, check_target, staging
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.machine import usable_cores
+from mcore_qwen3vl.part import Part
 from mcore_qwen3vl.unused.fields import Unused
 
 NONFINITE_SHOWN = 5
@@ -208,6 +210,28 @@ class ConversionResult:
         return tensor_count_in_words(self.direction, self.tensors)
 
 
+@dataclass(frozen=True)
+class PartResult:
+    """The result of one part of a conversion.
+
+    Attributes:
+        units, nbytes: the part's units of work, and the bytes of their tensors.
+        resumed_units: number of units that were finished before.
+        missing: the parts that are not done yet; none if the target was written.
+        published: the result of the whole, if the target was written.
+    """
+
+    part: Part
+    target: str
+    units: int
+    nbytes: int
+    resumed_units: int
+    seconds: float
+    missing: tuple[Part, ...]
+    notes: tuple[str, ...]
+    published: ConversionResult | None
+
+
 class Interrupted(BadInput):
     """A conversion that could not read or write a file, and that the same command continues."""
 
@@ -252,7 +276,9 @@ def write(
     _require_apart(planned, dst)
     try:
         with staging(dst, planned.fingerprint, force=force, replaceable=_is_checkpoint) as stage:
-            resumed = _run_units(planned, stage, workers or default_workers(), progress)
+            kept = _kept(planned, stage)
+            planned.conversion.prepare(stage.tree)
+            _run_units(planned, planned.units, kept, stage, workers, progress)
             results = {u.name: stage.done[u.name] for u in planned.units}
             nonfinite = nonfinite_notes(results.values())
             if strict and nonfinite:
@@ -264,6 +290,142 @@ def write(
             f"the conversion of {planned.source} stopped: {error}. {dst} is as it was; what is "
             "finished is kept beside it, and running the same command again continues from there."
         ) from error
+    return _result(planned, dst, len(kept), started, nonfinite)
+
+
+def write_part(
+    plan: Callable[[], ConversionPlan],
+    dst: str | Path,
+    part: Part,
+    *,
+    force: bool = False,
+    workers: int | None = None,
+    progress: Progress | None = None,
+    strict: bool = False,
+) -> PartResult:
+    """Do one part of a conversion; the part that ends as the last one writes `dst` as `write` does.
+
+    Parts run at once or one after another, in any order and on any machines that see `dst` under
+    the same path. No two of them write to the same file. The arguments and errors are those of
+    `write`. A part that was killed or failed goes on when it is started again; one that is done
+    does nothing.
+
+    Raises:
+        BadInput: as for `write`; or parts of other work are there, or this part is being done.
+    """
+    dst = Path(dst)
+    check_target(dst, force=force, replaceable=_is_checkpoint)
+    planned = plan()
+    started = time.monotonic()
+    _require_apart(planned, dst)
+    shares = _shares(planned, part.count)
+    mine = shares[part.index]
+    depends = _depends_on(planned, part, strict=strict)
+    published = None
+    try:
+        with part_staging(
+            dst, part, planned.fingerprint, depends, force=force, replaceable=_is_checkpoint
+        ) as stage:
+            kept = _kept(planned, stage)
+            for unit in planned.units:
+                if unit.name in stage.done and unit.name not in kept:
+                    stage.strike(unit.name)
+            planned.conversion.prepare(stage.tree)
+            if any(unit.name not in kept for unit in mine):
+                with stage.released():
+                    _run_units(planned, mine, kept, stage, workers, progress)
+            nonfinite = nonfinite_notes(stage.done[unit.name] for unit in mine)
+            if strict and nonfinite:
+                raise CheckFailed(
+                    f"{planned.source}: {' '.join(nonfinite)} {dst} will not be written: delete "
+                    f"{stage.folder}, with what the parts have done."
+                )
+            # A part without units, of which there may be some, counts as done once it has run.
+            if f"part {part}" not in stage.done:
+                stage.record_held(f"part {part}", {})
+            missing = [
+                each
+                for index, share in enumerate(shares)
+                if not {
+                    f"part {(each := Part(index, part.count))}",
+                    *(unit.name for unit in share),
+                }
+                <= stage.done.keys()
+            ]
+            if not missing:
+                results = {u.name: stage.done[u.name] for u in planned.units}
+                planned.conversion.finish(stage.tree, results)
+                stage.publish()
+                of_all = nonfinite_notes(results.values())
+                published = _result(planned, dst, 0, started, of_all)
+    except OSError as error:
+        raise Interrupted(
+            f"part {part} of the conversion of {planned.source} stopped: {error}. {dst} is as it "
+            "was; what is finished is kept beside it, and running the same command again continues "
+            "from there."
+        ) from error
+    return PartResult(
+        part=part,
+        target=str(dst),
+        units=len(mine),
+        nbytes=sum(unit.nbytes for unit in mine),
+        resumed_units=sum(unit.name in kept for unit in mine),
+        seconds=time.monotonic() - started,
+        missing=tuple(missing),
+        notes=(*planned.notes, *nonfinite),
+        published=published,
+    )
+
+
+def _shares(plan: ConversionPlan, count: int) -> list[list[Unit]]:
+    """Return the units of each of `count` parts, which take files in turn.
+
+    Of a network file system, two machines that write to one file need more than of any other.
+    """
+    files: dict[Path | str, list[Unit]] = {}
+    for unit in plan.units:
+        files.setdefault(plan.conversion.file(unit, Path()) or unit.name, []).append(unit)
+    groups = list(files.values())
+    parts = (Part(index, count) for index in range(count))
+    return [[unit for group in part.in_turn(groups) for unit in group] for part in parts]
+
+
+_WORDS = {
+    "source": "the source",
+    "dtype": "--dtype",
+    "vocabulary": "the rows of the padded vocabulary",
+    "dialect": "--dialect",
+    "spec": "--spec",
+    "layout": "the layout",
+    "shard": "--max-shard-size, in bytes",
+    "vocab_size": "--resize-vocab",
+}
+"""The words of messages for what a plan's identity has, where its own name is not enough."""
+
+
+def _depends_on(plan: ConversionPlan, part: Part, *, strict: bool) -> dict[str, Any]:
+    """Return what all parts must have in common, by its name in messages."""
+    depends: dict[str, Any] = {
+        "the number of parts": part.count,
+        "the direction": plan.direction,
+        "the version of mcore-qwen3vl": __version__,
+        "--strict": strict,
+    }
+    for name, value in plan.identity.items():
+        if name != "files":
+            depends[_WORDS.get(name, name)] = value
+    for name, *state in plan.identity.get("files", ()):
+        depends[f"size and time of the source's {name}"] = state
+    return {**depends, "the plan": plan.fingerprint}
+
+
+def _result(
+    planned: ConversionPlan,
+    dst: Path,
+    resumed: int,
+    started: float,
+    nonfinite: tuple[str, ...],
+) -> ConversionResult:
     return ConversionResult(
         direction=planned.direction,
         source=planned.source,
@@ -292,10 +454,8 @@ def plan_and_write(
     return write(partial(plan, src, **options), dst, **writing)
 
 
-def _run_units(
-    plan: ConversionPlan, stage: Staging, workers: int, progress: Progress | None
-) -> int:
-    """Run the units that an interrupted run has not finished; return how many it had finished."""
+def _kept(plan: ConversionPlan, stage: Staging) -> set[str]:
+    """Return the units that are finished, and whose files are still there."""
     kept = set()
     for unit in plan.units:
         file = plan.conversion.file(unit, stage.tree)
@@ -303,9 +463,20 @@ def _run_units(
             file is None or (file.is_file() and file.stat().st_size == done["size"])
         ):
             kept.add(unit.name)
-    plan.conversion.prepare(stage.tree)
-    meter = Meter(plan.nbytes, progress)
-    meter.add(sum(unit.nbytes for unit in plan.units if unit.name in kept), "resumed")
+    return kept
+
+
+def _run_units(
+    plan: ConversionPlan,
+    units: Sequence[Unit],
+    kept: set[str],
+    stage: Staging,
+    workers: int | None,
+    progress: Progress | None,
+) -> None:
+    """Run those of `units` that are not in `kept`."""
+    meter = Meter(sum(unit.nbytes for unit in units), progress)
+    meter.add(sum(unit.nbytes for unit in units if unit.name in kept), "resumed")
     stop = threading.Event()
 
     def advance(nbytes: int, name: str) -> None:
@@ -317,8 +488,8 @@ def _run_units(
         if not stop.is_set():
             stage.record_finished(unit.name, plan.conversion.run_unit(unit, stage.tree, advance))
 
-    with ThreadPoolExecutor(workers) as pool:
-        futures = [pool.submit(work, unit) for unit in plan.units if unit.name not in kept]
+    with ThreadPoolExecutor(workers or default_workers()) as pool:
+        futures = [pool.submit(work, unit) for unit in units if unit.name not in kept]
         try:
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         finally:
@@ -327,7 +498,6 @@ def _run_units(
     # The cause is raised; that the other workers were stopped by it comes last.
     for error in sorted(errors, key=lambda e: isinstance(e, _Stopped)):
         raise error
-    return len(kept)
 
 
 class _Stopped(Exception):

@@ -46,6 +46,8 @@ class Meter:
 
 
 TREE, REPLACED, JOURNAL = "tree", "replaced", "journal"
+PARTS = "parts"
+"""What the parts of a conversion have in common, if it is done in parts; see `part_staging`."""
 
 log = logging.getLogger(__name__)
 
@@ -60,27 +62,23 @@ class Staging:
 
     def __init__(self, target: Path, fingerprint: str | None, *, force: bool) -> None:
         self.target, self._force = target, force
-        self.folder = _work_folder(target)
+        self.folder = work_folder(target)
         self.tree = self.folder / TREE
-        self._journal = self.folder / JOURNAL
+        self.journal = self.folder / JOURNAL
         self._lock = threading.Lock()
-        header = json.dumps({"plan": fingerprint}) + "\n"
-        lines = self._read_journal()
+        header = journal_line({"plan": fingerprint})
+        lines = self.read_journal()
         if fingerprint is None or not lines or lines[0] != header:
             shutil.rmtree(self.tree, ignore_errors=True)
             lines = [header]
-        records = (json.loads(line) for line in lines[1:])
-        self.done: dict[str, Any] = {record["unit"]: record["result"] for record in records}
-        write_durably(self._journal, "".join(lines).encode())
+            write_durably(self.journal, header)
+        self.done = results_in(lines)
         self.tree.mkdir(exist_ok=True)
 
     def record_finished(self, unit: str, result: Any) -> None:
         """Record in the journal that `unit` is durably written, with its `result`."""
-        line = json.dumps({"unit": unit, "result": result}) + "\n"
-        with self._lock, self._journal.open("a", encoding="utf-8") as journal:
-            journal.write(line)
-            journal.flush()
-            os.fsync(journal.fileno())
+        with self._lock:
+            append_durably(self.journal, journal_line({"unit": unit, "result": result}))
             self.done[unit] = result
 
     def publish(self) -> None:
@@ -131,12 +129,27 @@ class Staging:
                 f"{self.folder / REPLACED}, and running the same command again puts it back."
             ) from cause
 
-    def _read_journal(self) -> list[str]:
-        """Return the journal's complete lines; drop a last line that a run died while writing."""
-        if not self._journal.exists() or not self.tree.exists():
+    def read_journal(self) -> list[bytes]:
+        """Return the journal's lines; cut off a last one that a run died while writing."""
+        if not self.journal.exists() or not self.tree.exists():
             return []
-        text = self._journal.read_text(encoding="utf-8", errors="replace")
-        return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        cut_torn_line(self.journal)
+        return self.journal.read_bytes().splitlines(keepends=True)
+
+
+def journal_line(content: dict[str, Any]) -> bytes:
+    """Return a line of a journal."""
+    return json.dumps(content).encode() + b"\n"
+
+
+def results_in(lines: list[bytes]) -> dict[str, Any]:
+    """Return the results in a journal's lines by unit; the first line is its header.
+
+    A unit whose last result is null is not finished.
+    """
+    records = (json.loads(line) for line in lines[1:])
+    results = {record["unit"]: record["result"] for record in records}
+    return {unit: result for unit, result in results.items() if result is not None}
 
 
 @contextmanager
@@ -156,15 +169,16 @@ def staging(
 
     Raises:
         BadInput: `check_target` raised it; another process is writing the target; its directory
-            cannot be created; or the working directory is or holds a link.
+            cannot be created; the working directory is or holds a link; or parts of a conversion
+            are in it.
     """
     target = Path(os.path.abspath(target))
     check_target(target, force=force, replaceable=replaceable)
-    folder = _work_folder(target)
-    refuse_links(folder, *(folder / name for name in (_LOCK, TREE, JOURNAL, REPLACED)))
+    folder = work_folder(target)
+    refuse_links(folder, *(folder / name for name in (LOCK, TREE, JOURNAL, REPLACED)))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / _LOCK).acquire(blocking=False)
+        lock = FileLock(folder / LOCK).acquire(blocking=False)
     except Timeout:
         raise BadInput(
             f"another process is writing {target}. Wait for it, or choose another directory."
@@ -173,13 +187,19 @@ def staging(
         raise BadInput(f"{target} cannot be written: {error}. Check its folder.") from None
     with lock:
         try:
-            _put_right(folder, target)
+            put_right(folder, target)
         except OSError as error:
             raise BadInput(
                 f"{folder}, which an interrupted command has left, cannot be put right: {error}. "
                 "Check the disk."
             ) from None
         check_target(target, force=force, replaceable=replaceable)
+        if (folder / TREE).exists() and (folder / PARTS).exists():
+            raise BadInput(
+                f"{folder} holds parts of a conversion to {target}: do the missing ones with "
+                "--part, or delete it and run this command again."
+            )
+        (folder / PARTS).unlink(missing_ok=True)
         try:
             yield Staging(target, fingerprint, force=force)
         except (BadInput, CheckFailed):  # running again would only stop again
@@ -194,11 +214,11 @@ def discard_remains(target: Path) -> bool:
     What that run had moved away is put back. No other process may be writing `target`. If the
     system refuses, the log says so.
     """
-    folder = _work_folder(Path(os.path.abspath(target)))
+    folder = work_folder(Path(os.path.abspath(target)))
     if not folder.exists():
         return False
     try:
-        _put_right(folder, target)
+        put_right(folder, target)
         shutil.rmtree(folder)
     except OSError as error:
         log.warning(
@@ -207,7 +227,7 @@ def discard_remains(target: Path) -> bool:
     return True
 
 
-def _put_right(folder: Path, target: Path) -> None:
+def put_right(folder: Path, target: Path) -> None:
     """Put back or delete what a run has left that was killed, or failed, while it published."""
     tree, replaced = folder / TREE, folder / REPLACED
     if not replaced.exists():
@@ -220,10 +240,11 @@ def _put_right(folder: Path, target: Path) -> None:
     shutil.rmtree(replaced)
 
 
-_SUFFIX, _LOCK = ".incomplete", "lock"
+_SUFFIX, LOCK = ".incomplete", "lock"
 
 
-def _work_folder(target: Path) -> Path:
+def work_folder(target: Path) -> Path:
+    """Return the hidden working directory of `target`."""
     return hidden_beside(target, _SUFFIX)
 
 
@@ -259,6 +280,25 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def append_durably(file: Path, line: bytes) -> None:
+    """Add a line to a file."""
+    with file.open("ab") as handle:
+        handle.write(line)
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
+def cut_torn_line(file: Path) -> None:
+    """Cut off a last line without an end, which a process died while writing."""
+    with file.open("rb+") as handle:
+        if handle.seek(0, os.SEEK_END) == 0:
+            return
+        handle.seek(-1, os.SEEK_END)
+        if handle.read() != b"\n":
+            handle.seek(0)
+            handle.truncate(handle.read().rfind(b"\n") + 1)
 
 
 def write_durably(file: Path, content: bytes) -> None:

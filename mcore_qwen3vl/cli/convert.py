@@ -15,7 +15,10 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.unused.fields import Unused, as_json
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.converters.convert import ConversionPlan, ConversionResult
+    from mcore_qwen3vl.converters.convert import ConversionPlan, ConversionResult, PartResult
+    from mcore_qwen3vl.converters.offline.engine import Writing
+
+_NAMED = 5  # parts that are not done and named; the others are counted
 
 app = typer.Typer(help="Convert checkpoints, without a GPU.", no_args_is_help=True)
 lora = typer.Typer(help="LoRA adapters, as PEFT stores them.", no_args_is_help=True)
@@ -32,6 +35,17 @@ ExpertLayoutChoice = Literal["source", "published", "v5"]
 """Layout of fused experts and config in an exported checkpoint."""
 RolesChoice = Literal["canonical", "swapped"]
 """The conventions for which factor of a fused expert takes its input."""
+WhichPart = Annotated[
+    str | None,
+    typer.Option(
+        metavar="I/N",
+        help="Do only part I of N, from 0 to N - 1, on any machine that sees DST under the same "
+        "path, as Slurm's --array=0-15 and Kubernetes' indexed jobs count: "
+        "$SLURM_ARRAY_TASK_ID/16, $JOB_COMPLETION_INDEX/16. The part that ends last writes DST. A "
+        "part that is done already stays.",
+        rich_help_panel="Parts, on any number of machines",
+    ),
+]
 FromRoles = Annotated[
     RolesChoice | None,
     typer.Option(
@@ -48,16 +62,21 @@ def carry_out(
     force: options.Force = False,
     strict: options.Strict = False,
     dry_run: options.DryRun = False,
+    part: WhichPart = None,
     json: options.Json = False,
 ) -> None:
     """Show a planned conversion, or carry it out and show the result.
 
     After Ctrl-C, the next run continues with what is done.
     """
-    from mcore_qwen3vl.converters.convert import write
+    from mcore_qwen3vl.converters.convert import write, write_part
+    from mcore_qwen3vl.part import Part
     from mcore_qwen3vl.unused.folder import unused_of
 
     unused: list[Unused] = []
+    which = None if part is None else Part.parse(part)
+    if which is not None and dry_run:
+        raise BadInput("--dry-run shows the plan of all parts: leave --part out.")
 
     def plan_and_print_unused() -> "ConversionPlan":
         planned = plan()
@@ -74,19 +93,43 @@ def carry_out(
         return
     try:
         with console.byte_progress("converting", quiet=json) as report:
-            summary = write(
-                plan_and_print_unused,
-                dst,
-                force=force,
-                workers=workers,
-                progress=report,
-                strict=strict,
-            )
+            how: Writing = {
+                "force": force,
+                "workers": workers,
+                "progress": report,
+                "strict": strict,
+            }
+            done = None if which is None else write_part(plan_and_print_unused, dst, which, **how)
+            summary = write(plan_and_print_unused, dst, **how) if done is None else done.published
     except KeyboardInterrupt:
         console.messages.print("interrupted: run the same command to continue")
         raise typer.Exit(130) from None
-    facts = {**asdict(summary), "unused": as_json(unused)}
-    console.present(json, facts, _show_summary, summary)
+    if done is not None:
+        facts = {**asdict(done), "part": done.part.index, "of": done.part.count}
+        facts["missing"] = [str(each) for each in done.missing]
+        console.present(json, {**facts, "unused": as_json(unused)}, _show_part, done)
+    elif summary is not None:
+        facts = {**asdict(summary), "unused": as_json(unused)}
+        console.present(json, facts, _show_summary, summary)
+
+
+def _show_part(done: "PartResult") -> None:
+    """Print what a part did, and what is missing; or what the conversion did, if it is whole."""
+    output.print(
+        f"part {done.part}: {counted(done.units, 'unit')} of work, {size(done.nbytes)}, "
+        f"{done.seconds:.1f} s"
+    )
+    if done.resumed_units:
+        were = counted(done.resumed_units, "unit")
+        output.print(f"{were} had been done before")
+    if done.published is not None:
+        _show_summary(done.published)
+        return
+    shown = ", ".join(map(str, done.missing[:_NAMED]))
+    more = f" and {len(done.missing) - _NAMED:,} more" if len(done.missing) > _NAMED else ""
+    output.print(plain(f"{done.target} is not written yet: not done are parts {shown}{more}"))
+    for note in done.notes:
+        output.print(plain(note))
 
 
 def _show_plan(plan: "ConversionPlan") -> None:

@@ -20,7 +20,7 @@ from mcore_qwen3vl.unused.fields import as_json
 if TYPE_CHECKING:
     from mcore_qwen3vl.data.inspection import DataReport, Seen
     from mcore_qwen3vl.data.measuring import Measured
-    from mcore_qwen3vl.data.parts import Part
+    from mcore_qwen3vl.part import Part
 
 PROBLEMS_SHOWN = 20
 DATA_SETS = (
@@ -215,7 +215,7 @@ def _parts_of(
     part: str | None, parts: Path | None, merge: bool
 ) -> tuple["Part | None", Path | None]:
     """Return which part to do, if one, and the folder of parts; BadInput if flags do not fit."""
-    from mcore_qwen3vl.data.parts import Part
+    from mcore_qwen3vl.part import Part
 
     if part is not None and merge:
         raise BadInput("--part does a part and --merge joins all of them: give one of the two.")

@@ -41,8 +41,14 @@ def data_set(help: str) -> Any:
 
 def _resolve_checkpoint(name: str, *, weights: bool = True) -> Path:
     from mcore_qwen3vl.converters.identify import resolve
+    from mcore_qwen3vl.converters.storage.staging import work_folder
 
     path = resolve(name, weights=weights)
+    if not path.exists() and (work := work_folder(path.absolute())).exists():
+        raise BadInput(
+            f"{path} is not written yet: {work} holds what a command that has not ended has done. "
+            "Wait for it, run it again, or do the parts that are missing."
+        )
     if not path.exists():
         raise BadInput(f"{path} does not exist: check the path, or name a hub id, OWNER/NAME.")
     return path

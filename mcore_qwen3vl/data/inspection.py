@@ -33,7 +33,7 @@ from mcore_qwen3vl.data.encoding.balanced import Measure, Row, Size, divide, siz
 from mcore_qwen3vl.data.encoding.packing import best_fit
 from mcore_qwen3vl.data.encoding.planning import Pixels, Plan, PlannedMedia, check_length
 from mcore_qwen3vl.data.encoding.preparation import Preparation
-from mcore_qwen3vl.data.parts import Part, Parts, depends_on
+from mcore_qwen3vl.data.parts import Parts, depends_on
 from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.readers import ensure_index, number_of, record_of, sample_id
 from mcore_qwen3vl.data.record_form import ToldForm
@@ -46,6 +46,7 @@ from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.files import atomic_write, parse_json, templates
 from mcore_qwen3vl.machine import require_extra
 from mcore_qwen3vl.model import flops
+from mcore_qwen3vl.part import Part
 from mcore_qwen3vl.runtime.pool import work_in_children
 from mcore_qwen3vl.unused.fields import Unused
 

@@ -10,10 +10,9 @@ process would make; it refuses parts that are missing, doubled, or not of one pi
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from mcore_qwen3vl.data.scores import teacher_file_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write, only_writer
 from mcore_qwen3vl.flags import flag_of
+from mcore_qwen3vl.part import Part
 
 _NAMED = 5  # parts that are missing and named; the others are counted
 _FLAGS = (
@@ -32,33 +32,6 @@ _FLAGS = (
     "allow_dropped",
 )
 """Fields of the data config on which depends what a sample is, beside the budgets."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """One of several parts of the work: its index, from 0, and how many there are."""
-
-    index: int
-    count: int
-
-    @classmethod
-    def parse(cls, text: str) -> Part:
-        """Read ``I/N``; raise BadInput unless I is from 0 to N - 1."""
-        match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
-        if match is None or not int(match[1]) < int(match[2]):
-            raise BadInput(
-                f"--part {text}: it is I/N, the index of a part and their number, with I from 0 "
-                "to N - 1, such as 0/16 to 15/16."
-            )
-        return cls(int(match[1]), int(match[2]))
-
-    def __str__(self) -> str:
-        return f"{self.index}/{self.count}"
-
-    def of(self, total: int) -> range:
-        """Return the numbers of this part's samples, of `total`."""
-        bounds = (total * index // self.count for index in (self.index, self.index + 1))
-        return range(*bounds)
 
 
 class Parts:
