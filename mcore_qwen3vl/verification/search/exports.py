@@ -11,13 +11,12 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.verification.search import plain
 from mcore_qwen3vl.verification.search.case import Case
 from mcore_qwen3vl.verification.search.comparing import (
-    HALF,
     LIMITS,
     ByDesign,
     agree,
     compute_plainly,
     cuts_records,
-    limits_of,
+    is_half,
     validations,
 )
 from mcore_qwen3vl.verification.search.running import Bench, Outcome
@@ -40,7 +39,7 @@ def export(case: Case, outcome: Outcome, bench: Bench) -> str | None:
         return None
     if case.value("--loss", "cross_entropy") != "cross_entropy":
         return None
-    if case.has("--eval-iters") or limits_of(case) is HALF or cuts_records(case):
+    if case.has("--eval-iters") or is_half(case) or cuts_records(case):
         return None
     logged, models = validations(outcome).get("validation lm loss"), _models_of(case, outcome)
     if logged is None or models is None:
@@ -140,7 +139,7 @@ def _models_of(case: Case, outcome: Outcome) -> tuple[Path, Path | None] | None:
     There are none of a run that failed or trains something else than a language model.
     """
     folders = sorted((outcome.folder / "hf").glob("iter_*"))
-    if not folders or not outcome.finished or case.has("--task") or limits_of(case) is HALF:
+    if not folders or not outcome.finished or case.has("--task") or is_half(case):
         return None
     return (outcome.model, folders[-1]) if case.trains_adapter else (folders[-1], None)
 

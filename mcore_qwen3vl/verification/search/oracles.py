@@ -23,7 +23,6 @@ from mcore_qwen3vl.verification.search import plain
 from mcore_qwen3vl.verification.search.case import Case
 from mcore_qwen3vl.verification.search.comparing import (
     AGAIN,
-    HALF,
     TOKEN_LOSSES,
     ByDesign,
     agree,
@@ -31,6 +30,7 @@ from mcore_qwen3vl.verification.search.comparing import (
     cuts_records,
     differences,
     end_of,
+    is_half,
     last_line,
     limits_again,
     limits_of,
@@ -173,7 +173,7 @@ def frozen(case: Case, outcome: Outcome, bench: Bench) -> str | None:
             if norm := entry.get(f"grad norm {part}"):
                 return f"step {step}: {part} is frozen, and its gradient has the norm {norm}"
     exported = sorted((outcome.folder / "hf").glob("iter_*"))
-    if not exported or case.has("--task") or limits_of(case) is HALF:
+    if not exported or case.has("--task") or is_half(case):
         return None
     (moved,) = run_layout(plain.moved_parts, 1, outcome.model, exported[-1], timeout=bench.timeout)
     if wrong := parts & set(moved):
