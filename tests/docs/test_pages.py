@@ -30,7 +30,9 @@ FOREIGN = {
     "megatron-core": {"--ckpt-format"},
     "gpt_hybrid_conversion": {"--direction"},
     "launch": {"--dry-run"},
-    "sbatch": {"--nodes", "--gpus-per-node", "--signal", "--requeue"},
+    "sbatch": {
+        *("--array", "--dependency", "--nodes", "--gpus-per-node", "--signal", "--requeue"),
+    },
     "srun": {"--kill-on-bad-exit"},
     "verification.curves": {"--resume"},
     "figures": {"--page"},

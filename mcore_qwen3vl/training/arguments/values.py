@@ -85,6 +85,7 @@ _NOT_TAKEN = {
     "use_ring_exchange_p2p": "it calls torch.distributed.ring_exchange, which no torch has",
     "exit_signal_handler_for_training": "at a signal Megatron then ends the run without a "
     "checkpoint; without the flag the run saves one first",
+    "init_method_xavier_uniform": "Megatron sets a field with it that its config does not have",
     "test_mode": "Megatron's tests read a bias of the norms of query and key, and these have none",
 }
 _NEEDS_GPU = (

@@ -102,8 +102,10 @@ def scores(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     if len(scored) != len(records):
         return f"score has {len(scored)} lines of {len(records)} records"
     for line, other in zip(scored, theirs, strict=True):
-        if not agree(line.get("log_prob"), other, LIMITS["loss"]):
-            return f"score has {line}, and transformers the log-probability {other}"
+        of_pair = [line[side] for side in ("chosen", "rejected") if side in line]
+        found = [one.get("log_prob") for one in of_pair or [line]]
+        if not all(agree(a, b, LIMITS["loss"]) for a, b in zip(found, other, strict=True)):
+            return f"score has the log-probabilities {found} in {line}, and transformers {other}"
     return ""
 
 

@@ -585,7 +585,7 @@ def mean_loss(
 ) -> float:
     """Return the mean loss of the trained tokens of all records, under a model as it is loaded."""
     samples, totals = _scored(model_folder, records, folder, adapter)
-    return -sum(totals) / sum(_divisor(sample, "cross_entropy") for sample in samples)
+    return -sum(map(sum, totals)) / sum(_divisor(sample, "cross_entropy") for sample in samples)
 
 
 def log_probabilities(
@@ -593,8 +593,8 @@ def log_probabilities(
     records: Sequence[Mapping[str, Any]],
     folder: Path,
     adapter: Path | None = None,
-) -> list[float]:
-    """Return the log-probability of each record's trained tokens."""
+) -> list[list[float]]:
+    """Return the log-probability of each record's trained tokens; of a pair, of either answer."""
     return _scored(model_folder, records, folder, adapter)[1]
 
 
@@ -603,12 +603,14 @@ def _scored(
     records: Sequence[Mapping[str, Any]],
     folder: Path,
     adapter: Path | None,
-) -> tuple[list[list[Encoded]], list[float]]:
-    """Return each record as it is encoded, and the log-probability of its trained tokens."""
+) -> tuple[list[list[Encoded]], list[list[float]]]:
+    """Return the sequences of each record, and the log-probabilities of their trained tokens."""
     processor, model = load_processor(model_folder), _load_adapted(model_folder, adapter)
-    samples = [[encode(processor, record, folder)] for record in records]
+    samples = [encode_all(processor, record, folder, "cross_entropy") for record in records]
     with torch.no_grad():
-        return samples, [-float(_sum_of(model, None, sample, Recipe())) for sample in samples]
+        return samples, [
+            [-float(_sum_of(model, None, [one], Recipe())) for one in sample] for sample in samples
+        ]
 
 
 def answer(model_folder: Path, prompt: str, count: int, adapter: Path | None = None) -> list[int]:

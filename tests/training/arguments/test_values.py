@@ -55,6 +55,10 @@ def check(flags: dict[str, str], *, spec: str = "torch", cpu: bool = True, **giv
         ({"hierarchical_context_parallel_sizes": [1]}, "needs the Python module einops"),
         ({"use_ring_exchange_p2p": True}, "which no torch has: leave it out"),
         ({"exit_signal_handler_for_training": True}, "ends the run without a checkpoint"),
+        (
+            {"init_method_xavier_uniform": True},
+            "--init-method-xavier-uniform: Megatron sets a field",
+        ),
         ({"test_mode": True}, "--test-mode: Megatron's tests read a bias .*: leave it out"),
         ({"use_sharp": True}, "--use-sharp needs GPUs: leave it out with --cpu"),
         (
