@@ -186,6 +186,19 @@ def test_the_last_part_is_killed_at_its_end(
     assert tree_digests(target) == expected
 
 
+def test_a_part_writes_behind_the_half_a_line_of_one_that_died(tmp_path: Path) -> None:
+    target, depends = tmp_path / "parts", {"source": "A"}
+    with part_staging.part_staging(
+        target, Part(0, 2), "plan", depends, force=False, replaceable=lambda path: False
+    ) as stage:
+        stage.record_held("first", 1)
+        with stage.released():
+            with stage.journal.open("ab") as journal:
+                journal.write(b'{"unit": "of the dead", "res')
+            stage.record_finished("second", 2)
+        assert stage.done == {"first": 1, "second": 2}
+
+
 @pytest.mark.parametrize("direction", BOTH)
 def test_a_missing_part(
     plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str], direction: str
