@@ -1,8 +1,10 @@
 """``torchrun … -m mcore_qwen3vl.training FLAGS``: one rank of a training run."""
 
+import atexit
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from mcore_qwen3vl import machine
 from mcore_qwen3vl.console import prepare_standard_streams, visible
@@ -42,10 +44,22 @@ def entry() -> None:
     except BadInput as error:
         if _is_first_to_report():
             print(f"error: {visible(str(error))}", file=sys.stderr, flush=True)
-        sys.exit(error.exit_code)
+        _end_process(error.exit_code)
     except Exception as error:
         report_crash(error, command, aloud=_is_first_to_report())
-        sys.exit(1)
+        _end_process(1)
+
+
+def _end_process(exit_code: int) -> NoReturn:
+    """End this process as ``sys.exit`` does, but for what the interpreter destroys at its end.
+
+    Gloo's threads are among that. They abort the process if another rank has closed a connection
+    to them, which ends for the same reason; the exit code would then say SIGABRT.
+    """
+    atexit._run_exitfuncs()  # ends data workers, and removes temporary files
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def _is_first_to_report() -> bool:

@@ -82,7 +82,7 @@ def _state(path: Path) -> Any:
 Tiny = Callable[[str], Path]
 Convert = Callable[[Path], object]
 
-EVERYWHERE = {"DirectFile.sync", "Staging.record_finished", "sync_folder", "write_durably"}
+EVERYWHERE = {"DirectFile.sync", "append_durably", "sync_folder", "write_durably"}
 PLACES = {
     "hf-to-mcore": EVERYWHERE,
     "hf-to-legacy": EVERYWHERE,
