@@ -343,14 +343,11 @@ def write_part(
             # A part without units, of which there may be some, counts as done once it has run.
             if f"part {part}" not in stage.done:
                 stage.record_held(f"part {part}", {})
+            parts = [Part(index, part.count) for index in range(part.count)]
             missing = [
                 each
-                for index, share in enumerate(shares)
-                if not {
-                    f"part {(each := Part(index, part.count))}",
-                    *(unit.name for unit in share),
-                }
-                <= stage.done.keys()
+                for each, share in zip(parts, shares, strict=True)
+                if not {f"part {each}", *(unit.name for unit in share)} <= stage.done.keys()
             ]
             if not missing:
                 results = {u.name: stage.done[u.name] for u in planned.units}
