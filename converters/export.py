@@ -97,7 +97,8 @@ def save_hf(
             a further token are copied where the running model has none.
         max_shard_size: largest safetensors file, like "5GB".
         force: replace `path` if it is a checkpoint.
-        changed_files: content, by name, in place of that of the files of `hf_config`.
+        changed_files: content, by name, in place of that of the files of `hf_config`; further ones
+            are written, too.
 
     Raises:
         BadInput: a rank cannot write, or the ranks do not hold the whole model in one dtype per
@@ -289,6 +290,7 @@ def save_adapter(
     config: AdapterConfig,
     hf_config: HFConfig,
     force: bool = False,
+    files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write a PEFT adapter directory: factors, and parameters trained whole, in the model's dtype.
 
@@ -298,6 +300,7 @@ def save_adapter(
     Args:
         hf_config: the base model's ``config.json``: its content, the file or its directory.
         force: replace `path` if it is an adapter.
+        files: content of further files, by name; the first rank's counts.
 
     Raises:
         BadInput: the first rank cannot write, or the ranks together do not hold the whole adapter;
@@ -317,7 +320,7 @@ def save_adapter(
             return
         saved_tensors = {name: tensors[name] for name in saved}
         factors = _named_factors(tensors, targets)
-        write_adapter(path, config, factors, saved_tensors, hf_config, force=force)
+        write_adapter(path, config, factors, saved_tensors, hf_config, force=force, files=files)
 
     run_together(write, path)
 

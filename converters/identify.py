@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import refuse_special_files
@@ -461,11 +461,17 @@ def resolve(source: str | Path, *, weights: bool = True) -> Path:
 def origin_of(path: Path) -> dict[str, str]:
     """Return a checkpoint's origin: hub id and commit of a snapshot in the cache, else its path."""
     path = path.resolve()
+    hub_id = hub_id_of(path)
+    return {"hub_id": hub_id, "revision": path.name} if hub_id else {"path": str(path)}
+
+
+def hub_id_of(path: Path, kind: Literal["models", "datasets"] = "models") -> str | None:
+    """Return the hub id of a snapshot in the Hugging Face cache; None for another folder."""
+    path, prefix = path.absolute(), f"{kind}--"
     repository = path.parent.parent.name
-    if path.parent.name == "snapshots" and repository.startswith("models--"):
-        hub_id = repository.removeprefix("models--").replace("--", "/")
-        return {"hub_id": hub_id, "revision": path.name}
-    return {"path": str(path)}
+    if path.parent.name != "snapshots" or not repository.startswith(prefix):
+        return None
+    return repository.removeprefix(prefix).replace("--", "/")
 
 
 def _download_snapshot(repo: str, revision: str | None, weights: bool) -> Path:

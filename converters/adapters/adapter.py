@@ -485,6 +485,7 @@ def write_adapter(
     *,
     roles: Roles = "canonical",
     force: bool = False,
+    files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write a PEFT adapter directory, which appears complete or not at all.
 
@@ -493,6 +494,7 @@ def write_adapter(
             roles.
         saved: all parameters that the config stores whole; one of two tied embeddings is enough. A
             parameter that also has factors is stored as their base layer.
+        files: content of further files, by name.
 
     Raises:
         BadInput: the tensors are not those that `config` calls for; `path` exists and `force` is
@@ -518,6 +520,8 @@ def write_adapter(
             write_durably(stage.tree / ADAPTER_CONFIG, config.to_json().encode())
             if config.has_score:  # PEFT's file does not name the labels
                 write_durably(stage.tree / "config.json", dumps(config_content(hf_config)))
+            for name, content in (files or {}).items():
+                write_durably(stage.tree / name, content)
             stage.publish()
         except Exception as error:  # safetensors has its own exception for a full disk
             raise BadInput(f"{target} cannot be written: {error!s:.200}.") from error

@@ -98,18 +98,20 @@ def _is_small(file: Path) -> bool:
 def copy_companions(source: Path, target: Path, changes: Changes) -> None:
     """Copy the companion files in `source`, durably, to go beside converted weights in `target`.
 
-    `changes` says how the weights in `target` differ from those of `source`.
+    `changes` says how the weights in `target` differ from those of `source`, and which files do.
 
     Raises:
         BadInput: the config cannot be read.
         OSError: reading or writing failed.
     """
     config = changes.changed_config(read_config_file(source))
+    changed = dict(changes.files) if config is None else {**changes.files, "config.json": config}
     for name, file in companion_files(source).items():
         copy = target / name
         copy.parent.mkdir(parents=True, exist_ok=True)
-        changed = config if name == "config.json" else changes.files.get(name)
-        write_durably(copy, file.read_bytes() if changed is None else changed)
+        write_durably(copy, changed.pop(name) if name in changed else file.read_bytes())
+    for name, content in changed.items():
+        write_durably(target / name, content)
 
 
 def sha256_of(file: Path) -> str:

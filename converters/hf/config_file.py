@@ -38,7 +38,7 @@ class Changes:
         untied: whether the embeddings were tied and no longer are.
         labels: labels of the classifier's head, if the weights have one.
         vocab_size: new number of rows of embedding and head, if it changed.
-        files: content of other files that changed, by name, such as a processor's config.
+        files: content of other files that changed or are new, by name.
     """
 
     layout: ExpertLayout | None = None

@@ -396,6 +396,7 @@ _WORDS = {
     "layout": "the layout",
     "shard": "--max-shard-size, in bytes",
     "vocab_size": "--resize-vocab",
+    "card": "--model-card, with its --certificate",
 }
 """The words of messages for what a plan's identity has, where its own name is not enough."""
 

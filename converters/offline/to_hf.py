@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -197,6 +198,7 @@ def plan_mcore_to_hf(
     dtype: str = "keep",
     max_shard_size: str = "5GB",
     expert_layout: LayoutChoice = "source",
+    files: Mapping[str, bytes] = {},
 ) -> ConversionPlan:
     """Check a Megatron-Core checkpoint and plan its export; write nothing.
 
@@ -207,6 +209,7 @@ def plan_mcore_to_hf(
         max_shard_size: largest safetensors file, like "5GB".
         expert_layout: "source" keeps the layout of the experts and the config; "published" and
             "v5" convert both, for transformers 4.57 and 5.
+        files: content of further files, by name, in place of those beside the config.
 
     Raises:
         BadInput: the input cannot be converted exactly with these options.
@@ -264,7 +267,7 @@ def plan_mcore_to_hf(
         origin=origin,
         hf_config=folder,
         files=[*checkpoint.files, *(further.files if further else ())],
-        changes=Changes(None if expert_layout == "source" else expert_layout, wanted),
+        changes=Changes(None if expert_layout == "source" else expert_layout, wanted, files=files),
         max_shard_size=max_shard_size,
         layout=layout,
         form=form,
@@ -363,6 +366,7 @@ def lay_out(
             "untied": changes.untied,
             "vocab_size": changes.vocab_size,
             "labels": labels and [*labels.names, labels.problem_type],
+            "card": {name: sha256(content).hexdigest() for name, content in changes.files.items()},
         },
         conversion=ToHuggingFace(stream, parts, hf_config, changes),
         files=len(parts),

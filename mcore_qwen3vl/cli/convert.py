@@ -1,7 +1,7 @@
 """``mcore-qwen3vl convert`` and ``lora``: checkpoints, and PEFT's adapters, in other forms."""
 
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -233,17 +233,66 @@ def mcore_to_hf(
             "one fused layout, which published and v5 both write."
         ),
     ] = "source",
+    model_card: Annotated[
+        bool,
+        typer.Option(
+            "--model-card",
+            help="Write a model card, README.md, for the hub: base, versions, and of a run of this "
+            "package data and settings too, by names and without paths.",
+        ),
+    ] = False,
+    certificate: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --model-card: quote the verdict of this report.json, which verify --report "
+            "writes. May be repeated.",
+        ),
+    ] = None,
 ) -> "ConversionPlan":
     """Megatron-Core to Hugging Face (safetensors)."""
     from mcore_qwen3vl.converters.convert import plan_mcore_to_hf
 
-    return plan_mcore_to_hf(
+    if certificate and not model_card:
+        raise BadInput("--certificate is quoted in a model card: add --model-card, or drop it.")
+    made = _model_card_of(src, hf_config, certificate or ()) if model_card else None
+    plan = plan_mcore_to_hf(
         src,
         hf_config=hf_config,
         dtype=dtype,
         max_shard_size=max_shard_size,
         expert_layout=expert_layout,
+        files=made[0] if made else {},
     )
+    return replace(plan, notes=(*plan.notes, *made[1])) if made else plan
+
+
+def _model_card_of(
+    src: Path, hf_config: Path | None, certificates: Iterable[Path]
+) -> tuple[dict[str, bytes], list[str]]:
+    """Return the card of a checkpoint, by its file's name, and what to say of it."""
+    from mcore_qwen3vl import model_card
+    from mcore_qwen3vl.converters.hf.companions import read_form
+    from mcore_qwen3vl.converters.identify import identify
+
+    place = identify(src)
+    place.require_megatron()
+    folder = place.config() if hf_config is None else identify(hf_config).require_directory()
+    training, base = None, model_card.name_of_source(place)
+    if isinstance(step := place.iteration, int):
+        from mcore_qwen3vl.training.contract.record import RunRecord  # imports megatron
+
+        if record := RunRecord.of_checkpoint(place.folder.parent, step):
+            training, base = model_card.Training(record.rows, step), record.base
+    content = model_card.model_card(
+        base=base,
+        config=folder,
+        head=read_form(folder).head,
+        training=training,
+        quotes=[model_card.quote(file) for file in certificates],
+    )
+    note = model_card.note_on_base(base)
+    return {model_card.FILE: content}, [note] if note else []
 
 
 @app.command("hf-to-hf")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
@@ -186,9 +187,11 @@ class LoraRun:
             load_saved([chunk], whole_tensors(self._start))
         choice.add_trainable(whole_patterns(chunk, self._saved))
 
-    def export(self, model: Any, folder: Path) -> None:
-        """Write a PEFT adapter directory; a collective."""
-        save_adapter(model, folder, config=self.config, hf_config=self._model, force=True)
+    def export(self, model: Any, folder: Path, files: Mapping[str, bytes] = {}) -> None:
+        """Write a PEFT adapter directory with these further files; a collective."""
+        save_adapter(
+            model, folder, config=self.config, hf_config=self._model, force=True, files=files
+        )
 
     def save_config(self, save: str) -> None:
         """Write what :func:`check_checkpoint` reads, beside the checkpoints; a collective."""

@@ -16,23 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import mcore_qwen3vl
+from mcore_qwen3vl.certificate_file import FORMAT_OF_CERTIFICATE, follows, read_certificate
 from mcore_qwen3vl.converters.hf.companions import sha256_of
 from mcore_qwen3vl.converters.identify import PathKind, identify
-from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import parse_json, refuse_special_files
+from mcore_qwen3vl.files import refuse_special_files
 from mcore_qwen3vl.verification.measurement import Finding
-from mcore_qwen3vl.verification.report import FORMAT, PACKAGES, Report, environment
+from mcore_qwen3vl.verification.report import PACKAGES, Report, environment
 
-FORMAT_OF_CERTIFICATE = 1
 _WEIGHTS = (PathKind.ADAPTER, PathKind.MEGATRON, PathKind.HUGGINGFACE)
-_KEYS: dict[str, type] = {
-    "format": int, "title": str, "ok": bool, "verdict": str, "findings": list, "environment": dict,
-    "command": str, "certificate": dict,
-}  # fmt: skip
-_KEYS_OF_FINDING: dict[str, type | tuple[type, ...]] = {
-    "part": str, "name": str, "ok": bool, "relative_error": (int, float, str),
-    "tolerance": (int, float),
-}  # fmt: skip
 
 
 def certify(report: Report, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,12 +73,10 @@ def check_certificate(file: Path) -> Report:
     Raises:
         BadInput: the file is no certificate of this form.
     """
-    held = _read(file)
+    held = read_certificate(file)
     report = Report(f"The certificate {file.name} of {held['title']}")
     report.environment = {"its command": held["command"], "its verdict": held["verdict"]}
-    found = held["findings"]
-    wrong = [one for one in found if not _holds(one)]
-    said = bool(found) and not wrong
+    said = follows(held)
     flaw = "" if said == held["ok"] else f"it says {held['ok']}, and its findings say {said}"
     report.findings.append(Finding("verdict", "of its findings", flaw=flaw))
     flaw = "" if held["ok"] else held["verdict"]
@@ -120,45 +109,3 @@ def _compared_files(path: Path, files: Mapping[str, str]) -> Iterator[Finding]:
         elif files[name] != now[name]:
             flaw = "it has another content"
         yield Finding("inputs", str(path / name), flaw=flaw)
-
-
-def _holds(finding: Mapping[str, Any]) -> bool:
-    """Return whether a finding's numbers are within its tolerance, and it says so itself."""
-    error = finding["relative_error"]
-    return bool(finding["ok"]) and not isinstance(error, str) and error <= finding["tolerance"]
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        held = parse_json(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{file} cannot be read as JSON ({error}).") from None
-    remedy = "give a report.json that `mcore-qwen3vl verify ... --report DIR` wrote"
-    if not isinstance(held, dict) or "certificate" not in held:
-        raise BadInput(f"{file} is no certificate: {remedy}.")
-    _require(file, held, _KEYS)
-    for finding in held["findings"]:
-        _require(file, finding, _KEYS_OF_FINDING)
-    sealed = held["certificate"]
-    _require(file, sealed, {"format": int, "code": str, "inputs": list})
-    for one in sealed["inputs"]:
-        _require(file, one, {"argument": str, "path": str, "files": dict})
-    if (held["format"], sealed["format"]) != (FORMAT, FORMAT_OF_CERTIFICATE):
-        raise BadInput(
-            f"{file} has the format {held['format']} with certificate {sealed['format']}, and this "
-            f"version reads {FORMAT} with {FORMAT_OF_CERTIFICATE}: check it with the version of "
-            f"mcore-qwen3vl that wrote it, {held['environment'].get('mcore-qwen3vl')}."
-        )
-    return held
-
-
-def _require(file: Path, value: Any, keys: Mapping[str, Any]) -> None:
-    wrong = "the whole"
-    if isinstance(value, dict):
-        wrong = next((key for key, kind in keys.items() if not _is_of(value.get(key), kind)), "")
-    if wrong:
-        raise BadInput(f"{file} is damaged: {wrong} is missing or of another kind. Copy it again.")
-
-
-def _is_of(value: Any, kind: Any) -> bool:
-    return isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool)

@@ -33,13 +33,13 @@ from rich.console import Group
 from rich.table import Table
 
 from mcore_qwen3vl import __version__
+from mcore_qwen3vl.certificate_file import FORMAT_OF_REPORT
 from mcore_qwen3vl.console import command_line, plain, table, visible
 from mcore_qwen3vl.errors import CheckFailed
 from mcore_qwen3vl.files import atomic_write, templates
 from mcore_qwen3vl.machine import version_of
 from mcore_qwen3vl.verification.measurement import Finding
 
-FORMAT = 2
 WORST_SHOWN = 5
 
 
@@ -135,7 +135,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, as described at the top of this module."""
         return {
-            "format": FORMAT,
+            "format": FORMAT_OF_REPORT,
             "title": self.title,
             "ok": self.ok,
             "verdict": self.verdict,

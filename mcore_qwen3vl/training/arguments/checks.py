@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from mcore_qwen3vl.certificate_file import read_to_quote
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.converters.hf.companions import read_form, require_processor
@@ -42,6 +43,7 @@ from mcore_qwen3vl.training.arguments.run import (
     CheckpointSettings,
     ComputeSettings,
     LogSettings,
+    ModelSettings,
     ParallelSettings,
     TrainingSettings,
 )
@@ -329,6 +331,7 @@ def check_surroundings(settings: Settings) -> None:
     _check_async(settings.checkpoints, cpu=settings.model.cpu)
     _check_loggers(settings.logs, settings.checkpoints.save)
     _check_trackers(settings.training, settings.logs)
+    _check_card(settings.model)
     _check_packages(settings)
 
 
@@ -486,6 +489,16 @@ def _check_trackers(training: TrainingSettings, logs: LogSettings) -> None:
         if training.log_to.count(named) > 1:
             raise BadInput(f"--log-to names {named} twice.")
         check_tracker(named)
+
+
+def _check_card(model: ModelSettings) -> None:
+    """Check that a model card goes somewhere, and the certificates that it quotes."""
+    if model.model_card and not model.save_hf:
+        raise BadInput("--model-card writes into exports: add --save-hf DIR, or drop it.")
+    if model.certificate and not model.model_card:
+        raise BadInput("--certificate is quoted in a model card: add --model-card, or drop it.")
+    for file in model.certificate:
+        read_to_quote(Path(file))
 
 
 def _check_packages(settings: Settings) -> None:

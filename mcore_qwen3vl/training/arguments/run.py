@@ -33,6 +33,11 @@ class ModelSettings:
     """Export Hugging Face checkpoints here; with LoRA, PEFT adapters."""
     save_hf_interval: int | None = None
     """Export every N iterations too."""
+    model_card: bool = False
+    """Write a model card into each export, for the hub: README.md with base, data, settings and
+    versions, by names and without paths."""
+    certificate: tuple[Annotated[str, Flag("FILE")], ...] = ()
+    """With --model-card: quote the verdicts of these report.json, which verify --report writes."""
     cpu: bool = False
     """Run on the CPU with gloo."""
     fp32: bool = False

@@ -26,6 +26,7 @@ from megatron.training import get_args, training
 from megatron.training.utils import print_rank_0
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mcore_qwen3vl import model_card
 from mcore_qwen3vl.converters.export import save_hf
 from mcore_qwen3vl.converters.identify import (
     folder_name,
@@ -33,6 +34,7 @@ from mcore_qwen3vl.converters.identify import (
     numbered_iterations,
     read_tracker,
 )
+from mcore_qwen3vl.converters.mapping.forms import head_of
 from mcore_qwen3vl.converters.storage.staging import discard_remains, targets_of_remains
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import read_object_or_empty, write_at_once
@@ -62,6 +64,7 @@ class RunCheckpoints:
         self._save, self._exports_to = run.settings.checkpoints.save, run.settings.model.save_hf
         self.validations = Validations(run.settings)
         self._trained: tuple[Any, Any] = ([], None)  # the model and its optimizer
+        self._quotes = [model_card.quote(file) for file in run.settings.model.certificate]
         self._has_companions = False
         self._on_disk: tuple[str, int] | None = None  # the folder and step of the last checkpoint
 
@@ -230,6 +233,7 @@ class RunCheckpoints:
         first = self._settings.parallel.rank == 0
         if first and self._exports_to:
             claim_folders(self._save, self._exports_to)
+        card = self._card(iteration) if first else {}
         with self._run.metrics.pause():
             if training.should_disable_forward_pre_hook(self._run.args):
                 training.force_param_sync(model, optimizer=optimizer)  # overlapped gathers
@@ -239,12 +243,26 @@ class RunCheckpoints:
                     folder,
                     hf_config=self._settings.model.folder,
                     force=True,
-                    changed_files=self._changed_files if first else None,
+                    changed_files={**self._changed_files, **card} if first else None,
                 )
             else:
-                self._run.lora.export(unwrap_model(model), folder)
+                self._run.lora.export(unwrap_model(model), folder, card)
         print_rank_0(f"exported iteration {iteration} to {folder}")
         self._run.progress.say(f"step {iteration}: exported to {folder}")
+
+    def _card(self, iteration: int) -> dict[str, bytes]:
+        """Return the model card of a step, by its file's name; nothing, if none is asked for."""
+        model, lora, record = self._settings.model, self._run.lora, self._run.contract.in_effect
+        if not model.model_card:
+            return {}
+        card = model_card.model_card(
+            base=record.base,
+            config=model.folder,
+            head=head_of(self._settings.labels),
+            training=model_card.Training(record.rows, iteration, lora and lora.config),
+            quotes=self._quotes,
+        )
+        return {model_card.FILE: card}
 
     def _export_folder(self, iteration: int) -> Path:
         return Path(self._exports_to or "") / folder_name(iteration)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from mcore_qwen3vl.converters.identify import hub_id_of
 from mcore_qwen3vl.data.config import Source, parse_sources
 from mcore_qwen3vl.data.content import content_of, content_of_file, digest_of_beginning
 from mcore_qwen3vl.data.datasets import is_of_tars
@@ -40,8 +42,14 @@ def _content(sources: Sequence[Source], split: str, settings: Settings) -> Value
     found = [content_of(source.path, split=split, trust=trust) for source in sources]
     return {
         "content": [{"sizes": list(content.sizes), "digest": content.digest} for content in found],
-        "names": [source.path.name for source in sources],
+        "names": [_name_of(source.path) for source in sources],
     }
+
+
+def _name_of(path: Path) -> str:
+    """Return the hub id of a data set in the Hugging Face cache, or the name of file or folder."""
+    ids = (hub_id_of(folder, "datasets") for folder in (path, *path.absolute().parents))
+    return next(filter(None, ids), path.name)
 
 
 def files_of_loss(settings: Settings, sources: Sequence[Source] | None = None) -> Values:

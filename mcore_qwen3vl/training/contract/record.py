@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_qwen3vl.converters.identify import PathKind, identify
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write, parse_json, refuse_special_files
+from mcore_qwen3vl.model_card import name_of_model
+from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.checkpoints import data_state
+from mcore_qwen3vl.training.checkpoints.resume import step_to_load
 from mcore_qwen3vl.training.contract.rules import Notice, Steering, Values
 from mcore_qwen3vl.training.contract.table import ROWS, STYLES, ContractRow, Facts
 
@@ -38,15 +42,22 @@ class RunRecord:
     """The values that decide a run's result, by the rows of :data:`.table.ROWS`.
 
     A row that an earlier version did not record is absent, or lacks values.
+
+    Attributes:
+        base: the hub id, or the folder's name, of the weights that the run began with, for a model
+            card; None: random ones, or not known. It is not compared.
     """
 
     rows: Mapping[str, Values]
+    base: str | None = None
 
     @classmethod
     def of_facts(cls, facts: Facts) -> RunRecord:
         """Return what the facts say; with settings this reads a part of the data sets."""
         values = {row.name: _values_of(row, facts) for row in ROWS}
-        return cls({name: found for name, found in values.items() if found})
+        start = facts.settings and (facts.settings.start or _load_of_new_run(facts.settings))
+        base = name_of_model(start) if start else None
+        return cls({name: found for name, found in values.items() if found}, base)
 
     @classmethod
     def of_checkpoint(cls, checkpoints: str | Path, iteration: int) -> RunRecord | None:
@@ -65,7 +76,8 @@ class RunRecord:
             rows = {str(name): dict(values) for name, values in content["rows"].items()}
             for row in ROWS:
                 row.require_comparable(rows.get(row.name, {}))
-            return cls(rows)
+            base = content.get("base")
+            return cls(rows, base if isinstance(base, str) else None)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadInput(f"{file} is damaged ({error}). Copy it again.") from None
 
@@ -73,7 +85,8 @@ class RunRecord:
         """Write ``run.json`` beside the position in the data; it appears whole or not at all."""
         file = data_state.folder_of(checkpoints, iteration) / FILE
         file.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"version": _VERSION, "rows": self.rows}, indent=1)
+        base = {} if self.base is None else {"base": self.base}
+        text = json.dumps({"version": _VERSION, **base, "rows": self.rows}, indent=1)
         with atomic_write(file, remedy=None) as partial:
             partial.write_text(text + "\n", encoding="utf-8")
 
@@ -104,7 +117,8 @@ class RunRecord:
     def completed_by(self, other: RunRecord) -> RunRecord:
         """Return this record with the values of another one for what it lacks."""
         names = {*self.rows, *other.rows}
-        return RunRecord({n: {**other.rows.get(n, {}), **self.rows.get(n, {})} for n in names})
+        rows = {n: {**other.rows.get(n, {}), **self.rows.get(n, {})} for n in names}
+        return RunRecord(rows, self.base)
 
     def lacks(self, now: RunRecord) -> list[str]:
         """Return the rows of `now` of which this record has not all values, or only sizes."""
@@ -179,6 +193,14 @@ def _values_of(row: ContractRow, facts: Facts) -> Values:
         if facts.settings is not None:
             raise
         return {}
+
+
+def _load_of_new_run(settings: Settings) -> str | None:
+    """Return ``--load`` if the run takes weights from there, and does not go on with what it was"""
+    checkpoints = settings.checkpoints
+    takes = checkpoints.load is not None and step_to_load(checkpoints) is None
+    is_there = takes and identify(checkpoints.load or "").kind is PathKind.MEGATRON
+    return checkpoints.load if is_there else None
 
 
 def _ends(sentences: Sequence[str]) -> Iterator[str]:

@@ -57,7 +57,9 @@ class Contract:
         """This run's record, with the checkpoint's schedule where that holds; on the first rank."""
         holds = self.steering == "checkpoint" and not self._args.no_load_optim
         schedule = self._saved.rows.get("schedule") if self._saved and holds else None
-        return RunRecord({**self.record.rows, "schedule": schedule}) if schedule else self.record
+        rows = {**self.record.rows, "schedule": schedule} if schedule else self.record.rows
+        # A command that goes on need not name again what the run began with.
+        return RunRecord(rows, self.record.base or (self._saved.base if self._saved else None))
 
     @property
     def steering(self) -> Steering:

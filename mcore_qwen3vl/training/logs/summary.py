@@ -18,6 +18,7 @@ from mcore_qwen3vl.converters.identify import PathKind, identify
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.model_card import name_of_model, note_on_base
 from mcore_qwen3vl.runtime.gpus import c_compiler
 from mcore_qwen3vl.training import memory
 from mcore_qwen3vl.training.arguments.lora import LoraSettings
@@ -271,6 +272,9 @@ def _writes_text(settings: Settings, a: Architecture) -> str:
                 f"eos_token_id of {model.hf_model} lacks {end.token} ({end.id}), which ends "
                 f"the template's turns: {how}"
             )
+    if model.model_card:
+        note = settings.start and note_on_base(name_of_model(settings.start))
+        writes.append(f"a model card beside them{f': {note.removesuffix(".")}' if note else ''}")
     if training.log_json:
         writes.append(f"numbers to {training.log_json}")
     if training.log_records:
