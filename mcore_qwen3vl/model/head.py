@@ -5,9 +5,14 @@ Log-probabilities and entropies of tokens
 
 They are computed from one chunk of logits at a time. The logits of 8k tokens with a vocabulary of
 152k take 2.5 GB in bf16 and 5 GB in float32, and cross entropy holds several copies. Here the
-forward pass reduces each chunk's logits to four numbers per token, and the backward pass recomputes
-the logits. That costs one more GEMM of the head, and never holds more than one chunk. If there is
-only one chunk, and no entropy is asked for, it is kept.
+forward pass reduces each chunk's logits to four numbers per token. The backward pass needs the
+logits again, and gets them in one of three ways:
+
+- If the head is frozen, as with LoRA, it does not need them. The forward pass multiplies each
+  chunk's probabilities by the head's rows at once. The gradient of a token's hidden state is that
+  product times a number, which the backward pass knows.
+- If there is only one chunk, it is kept in the states' dtype.
+- Otherwise they are computed again, which costs one more GEMM of the head.
 
 Ranks of a TP group hold different columns. Each rank reduces its own. Two all-reduces over all
 tokens' numbers then combine them, so the loop has none. Gradients are this rank's parts: the caller
@@ -89,7 +94,11 @@ def token_log_probs(
     """
     shape, sides = hidden.shape[:2], flat_sides(hidden, weight, more)
     places = targets.t().reshape(-1)
-    log_probs, entropies = _TokenLogProbs.apply(places, columns, temperature, entropy, *sides)
+    # Inside the function nothing says so, and a parameter wants a gradient always.
+    differentiable = torch.is_grad_enabled() and any(side.requires_grad for side in sides)
+    log_probs, entropies = _TokenLogProbs.apply(
+        places, columns, temperature, entropy, differentiable, *sides
+    )
     return log_probs.view(shape).t(), entropies.view(shape).t() if entropy else None
 
 
@@ -120,10 +129,8 @@ class Columns:
         size = self.chunk or max(CHUNK_LOGITS // self.count, 1)
         return [slice(start, start + size) for start in range(0, tokens, size)]
 
-    def logits(
-        self, terms: Sequence[tuple[Tensor, Tensor]], rows: slice, temperature: float = 1.0
-    ) -> Tensor:
-        """Return logits (n, own columns), float32, which may be changed in place.
+    def products(self, terms: Sequence[tuple[Tensor, Tensor]], rows: slice) -> Tensor:
+        """Return logits (n, own columns) in the states' dtype, which may be changed in place.
 
         They are the sum of the products of `terms`: hidden states (T, H) and rows (V / tp, H).
         """
@@ -131,7 +138,14 @@ class Columns:
         logits = hidden[rows] @ weight[: self.count].t()
         for x, w in others:
             logits.addmm_(x[rows], w[: self.count].t())
-        return logits.float() if temperature == 1 else logits.float().div_(temperature)
+        return logits
+
+    def logits(
+        self, terms: Sequence[tuple[Tensor, Tensor]], rows: slice, temperature: float = 1.0
+    ) -> Tensor:
+        """Return the same in float32, divided by the temperature."""
+        logits = self.products(terms, rows).float()
+        return logits if temperature == 1 else logits.div_(temperature)
 
     def locate(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return each target's local column, 0 if another rank has it, and whether it is ours."""
@@ -153,10 +167,18 @@ class _TokenLogProbs(torch.autograd.Function):
         columns: Columns,
         temperature: float,
         entropy: bool,
+        differentiable: bool,
         *sides: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.exponentials = None
         terms, hidden = in_pairs(sides), sides[0]
+        wanted = in_pairs(ctx.needs_input_grad[5:])
+        is_frozen = not any(of_weight for _, of_weight in wanted)
+        mixtures: list[Tensor | None] = []
+        if differentiable and is_frozen and not entropy:
+            mixtures = [
+                torch.zeros_like(x, dtype=torch.float32) if of_x else None
+                for (x, _), (of_x, _) in zip(terms, wanted, strict=True)
+            ]
         local, ours = columns.locate(targets)
         # Numbers of this rank's columns. `maximum` is their maximum. `sums` has the sum of
         # exponentials relative to it, the target's logit, and the sum of logits, relative too,
@@ -164,18 +186,26 @@ class _TokenLogProbs(torch.autograd.Function):
         lowest = torch.finfo(torch.float32).min
         maximum = hidden.new_full((len(hidden),), lowest, dtype=torch.float32)
         sums = hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
-        runs = columns.chunks(len(hidden))
+        runs, ctx.kept = columns.chunks(len(hidden)), None
         for rows in runs:
-            logits = columns.logits(terms, rows, temperature)
-            _reduce_chunk(logits, local[rows], maximum[rows], sums[:, rows], entropy)
-            if len(runs) == 1 and not entropy and any(ctx.needs_input_grad):
-                # `_reduce_chunk` has made exponentials of the logits, in place.
-                ctx.exponentials = logits
+            logits = columns.products(terms, rows)
+            _reduce_chunk(logits, local[rows], temperature, maximum[rows], sums[:, rows], entropy)
+            if mixtures:
+                # Exponentials relative to the maximum, and none for the target.
+                of_target = -(sums[1, rows] - maximum[rows]).exp_().where(ours[rows], 0.0)
+                numbers = (maximum[rows], torch.full_like(of_target, -1.0), of_target)
+                _write_gradient(logits, local[rows], temperature, *numbers)
+                for mixture, (_, weight) in zip(mixtures, terms, strict=True):
+                    if mixture is not None:
+                        add_product(mixture[rows], logits, weight[: columns.count])
+            elif differentiable and len(runs) == 1:
+                ctx.kept = logits
             del logits  # before the next chunk's are computed
         sums[1].masked_fill_(~ours, 0.0)
         total, target, entropies = _combine_over_ranks(maximum, sums, columns.group)
-        ctx.columns, ctx.temperature, ctx.entropy = columns, temperature, entropy
-        ctx.save_for_backward(local, ours, total, entropies, maximum, *sides)
+        ctx.columns, ctx.temperature = columns, temperature
+        ctx.with_entropy, ctx.is_mixed = entropy, bool(mixtures)
+        ctx.save_for_backward(local, ours, total, target, entropies, maximum, *sides, *mixtures)
         return target - total, entropies if entropy else None
 
     @staticmethod
@@ -183,37 +213,56 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, of_log_probs: Tensor, of_entropies: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        local, ours, total, entropies, maximum, *sides = ctx.saved_tensors
-        terms, wanted = in_pairs(sides), in_pairs(ctx.needs_input_grad[4:])
-        columns, temperature = ctx.columns, ctx.temperature
-        of_log_probs = of_log_probs / temperature
+        local, ours, total, target, entropies, maximum, *rest = ctx.saved_tensors
+        columns, wanted = ctx.columns, in_pairs(ctx.needs_input_grad[5:])
+        terms, mixtures = in_pairs(rest[: 2 * len(wanted)]), rest[2 * len(wanted) :]
+        of_log_probs = of_log_probs / ctx.temperature
         of_target = of_log_probs.where(ours, 0.0)
+        if ctx.is_mixed:
+            # 1 - p of the target, which is lost where p is rounded to the states' dtype.
+            of_target = of_target * -torch.expm1(target - total)
+            of_others = of_log_probs * (maximum - total).exp_()
+            factors = local, of_target, of_others
+            pairs = zip(terms, mixtures, strict=True)
+            found = [
+                side for term, mixed in pairs for side in (_of_states(*term, mixed, *factors), None)
+            ]
+            return None, None, None, None, None, *found
+        of_entropies = of_entropies / ctx.temperature if ctx.with_entropy else None
         gradients = [
             TermGradient(x, w, *of_term) for (x, w), of_term in zip(terms, wanted, strict=True)
         ]
-        kept, ctx.exponentials = ctx.exponentials, None
         for rows in columns.chunks(len(local)):
-            factor = -of_log_probs[rows, None]
-            if kept is not None:
-                # Exponentials relative to the maximum become probabilities, times the factor.
-                gradient = kept.mul_((maximum - total).exp_()[:, None] * factor)
-                kept = None
-            else:
-                logits = columns.logits(terms, rows, temperature)
-                if ctx.entropy and of_entropies is not None:
-                    of_entropy = of_entropies[rows, None] / temperature
-                    offset = (entropies - total)[rows, None]
-                    factor = factor - (logits + offset).mul_(of_entropy)
-                gradient = _scaled_exponentials(logits, total[rows, None], factor)
-                del logits
-            row = torch.arange(len(gradient), device=gradient.device)
-            gradient[row, local[rows]] += of_target[rows]
-            narrow = gradient.to(sides[0].dtype)
-            del factor, gradient
+            logits = columns.products(terms, rows) if ctx.kept is None else ctx.kept
+            ctx.kept = None  # the gradient takes its place
+            numbers = [total[rows], of_log_probs[rows], of_target[rows]]
+            if of_entropies is not None:
+                numbers += [of_entropies[rows], entropies[rows]]
+            _write_gradient(logits, local[rows], ctx.temperature, *numbers)
             for of_term in gradients:
-                of_term.add(narrow, rows)
-            del narrow
-        return None, None, None, None, *(side for of_term in gradients for side in of_term.result())
+                of_term.add(logits, rows)
+            del logits
+        found = [side for of_term in gradients for side in of_term.result()]
+        return None, None, None, None, None, *found
+
+
+def _of_states(
+    states: Tensor,
+    weight: Tensor,
+    mixture: Tensor | None,
+    local: Tensor,
+    of_target: Tensor,
+    of_others: Tensor,
+) -> Tensor | None:
+    """Return the gradient of a term's states (T, H): the targets' rows less the mixtures of others.
+
+    The factors of both are (T,).
+    """
+    if mixture is None:
+        return None
+    gradient = mixture * -of_others[:, None]
+    gradient.addcmul_(weight.index_select(0, local), of_target[:, None])
+    return gradient.to(states.dtype)
 
 
 def in_pairs(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -221,17 +270,22 @@ def in_pairs(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
     return list(zip(flat[::2], flat[1::2], strict=True))
 
 
-@Pointwise
-def _scaled_exponentials(logits: Tensor, total: Tensor, factor: Tensor) -> Tensor:
-    """Compute ``exp(logits - total) * factor`` in place, (n, V)."""
-    return logits.sub_(total).exp_().mul_(factor)
-
-
-@Pointwise
 def _reduce_chunk(
-    logits: Tensor, targets: Tensor, maximum: Tensor, sums: Tensor, entropy: bool
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    maximum: Tensor,
+    sums: Tensor,
+    entropy: bool,
 ) -> None:
     """Write the numbers of one chunk of n tokens into `maximum` (n,) and `sums` (3, n)."""
+    _reduce_in_place(_widen(logits, temperature), targets, maximum, sums, entropy)
+
+
+@Pointwise
+def _reduce_in_place(
+    logits: Tensor, targets: Tensor, maximum: Tensor, sums: Tensor, entropy: bool
+) -> None:
     maximum.copy_(logits.amax(-1))
     sums[1] = logits.gather(1, targets[:, None]).squeeze(1)
     shifted = logits.sub_(maximum[:, None])
@@ -241,6 +295,38 @@ def _reduce_chunk(
     weights = shifted.exp()
     sums[0] = weights.sum(-1)
     sums[2] = weights.mul_(shifted).sum(-1)
+
+
+def _write_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    total: Tensor,
+    of_log_probs: Tensor,
+    of_target: Tensor,
+    of_entropies: Tensor | None = None,
+    entropies: Tensor | None = None,
+) -> None:
+    """Write the gradient of the logits (n, V) over them, in their dtype; all others are (n,)."""
+    gradient, factor = _widen(logits, temperature), -of_log_probs[:, None]
+    if of_entropies is not None and entropies is not None:
+        offset = (entropies - total)[:, None]
+        factor = factor - (gradient + offset).mul_(of_entropies[:, None])
+    gradient = _scaled_exponentials(gradient, total[:, None], factor)
+    gradient.scatter_add_(1, targets[:, None], of_target[:, None])
+    logits.copy_(gradient)
+
+
+@Pointwise
+def _scaled_exponentials(logits: Tensor, total: Tensor, factor: Tensor) -> Tensor:
+    """Compute ``exp(logits - total) * factor`` in place, (n, V)."""
+    return logits.sub_(total).exp_().mul_(factor)
+
+
+def _widen(logits: Tensor, temperature: float) -> Tensor:
+    """Return a copy in float32, divided by the temperature."""
+    wide = logits.to(torch.float32, copy=True)
+    return wide if temperature == 1 else wide.div_(temperature)
 
 
 def _combine_over_ranks(

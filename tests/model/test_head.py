@@ -43,13 +43,14 @@ def inputs() -> Inputs:
     )
 
 
-def expected(given: Inputs, temperature: float) -> dict[str, Tensor]:
+def expected(given: Inputs, temperature: float, with_entropy: bool = True) -> dict[str, Tensor]:
     hidden, weight = (t.double().requires_grad_() for t in (given.hidden, given.weight))
     logits = (hidden @ weight[:VOCABULARY].t()).transpose(0, 1) / temperature
     every = logits.log_softmax(-1)
     found = every.gather(-1, given.targets[..., None])[..., 0]
     entropy = -(every.exp() * every).sum(-1)
-    torch.autograd.backward([found, entropy], [given.of_log_probs, given.of_entropy])
+    of_entropy = given.of_entropy if with_entropy else torch.zeros_like(entropy)
+    torch.autograd.backward([found, entropy], [given.of_log_probs, of_entropy])
     assert hidden.grad is not None
     assert weight.grad is not None
     return {
@@ -150,14 +151,112 @@ def test_without_entropy_the_log_probs_and_their_gradients_are_the_same(chunk: i
         torch.testing.assert_close(found, right)
 
 
-def test_one_chunk_of_logits_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, times = inputs(), []
-    logits = head.Columns.logits
-    monkeypatch.setattr(head.Columns, "logits", lambda *args: (times.append(1), logits(*args))[1])
-    hidden, weight = given.hidden.requires_grad_(), given.weight[:VOCABULARY].requires_grad_()
-    found, _ = token_log_probs(hidden, weight, given.targets, Columns(0, VOCABULARY))
+@pytest.mark.parametrize(
+    ("entropy", "frozen", "chunks", "times"),
+    [
+        (False, False, 1, 1),
+        (True, False, 1, 1),
+        (True, True, 1, 1),
+        (False, True, 2, 1),
+        (False, False, 2, 2),
+        (True, True, 2, 2),
+    ],
+)
+def test_logits_are_computed_again_only_where_they_must_be(
+    entropy: bool, frozen: bool, chunks: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, computed, right = inputs(), [], expected(inputs(), 1.0, entropy)
+    products, tokens = head.Columns.products, LENGTH * BATCH
+    monkeypatch.setattr(head.Columns, "products", lambda *a: (computed.append(1), products(*a))[1])
+    hidden, weight = given.hidden.requires_grad_(), given.weight.requires_grad_(not frozen)
+    columns = Columns(0, VOCABULARY, chunk=tokens // chunks)
+    found, entropies = token_log_probs(hidden, weight, given.targets, columns, entropy=entropy)
+    outputs = [found] if entropies is None else [found, entropies]
+    torch.autograd.backward(outputs, [given.of_log_probs, given.of_entropy][: len(outputs)])
+    assert len(computed) == chunks * times
+    assert hidden.grad is not None
+    check(hidden.grad, right["hidden"])
+    if frozen:
+        assert weight.grad is None
+    else:
+        assert weight.grad is not None
+        check(weight.grad, right["weight"])
+
+
+def _of_frozen_head(layout: Layout, chunk: int | None, temperature: float) -> list[Tensor]:
+    """Return gradients of the states, and of an adapter's, twice from the same graph."""
+    given, hidden, weight, columns = share_of(layout, chunk)
+    x, rows = low_rank(given)
+    first = columns.first
+    rows = rows[first : first + len(weight)]
+    found, _ = token_log_probs(
+        hidden,
+        weight.detach(),
+        given.targets,
+        columns,
+        temperature=temperature,
+        more=[(x.requires_grad_(), rows)],
+    )
+    gradients = [
+        gradient
+        for _ in range(2)
+        for gradient in torch.autograd.grad(
+            found, [hidden, x], given.of_log_probs, retain_graph=True
+        )
+    ]
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+    return gradients
+
+
+def low_rank(given: Inputs) -> tuple[Tensor, Tensor]:
+    """Return a term of the logits like an adapter's, (s, B, 3) and (V padded, 3)."""
+    generator = torch.Generator().manual_seed(5)
+    return (
+        torch.randn(*given.hidden.shape[:2], 3, generator=generator),
+        torch.randn(PADDED, 3, generator=generator),
+    )
+
+
+@pytest.mark.parametrize(
+    ("tp", "chunk", "temperature"), [(1, 5, 0.7), (1, None, 1.0), (2, 5, 1.3), (4, None, 0.7)]
+)
+def test_the_states_gradients_under_a_frozen_head_are_torchs(
+    tp: int, chunk: int | None, temperature: float
+) -> None:
+    """They are computed before the tokens' own gradients are known, and scaled by them."""
+    given = inputs()
+    (x, rows), hidden = low_rank(given), given.hidden.double().requires_grad_()
+    x = x.double().requires_grad_()
+    logits = hidden @ given.weight.double().t() + x @ rows.double().t()
+    every = (logits[..., :VOCABULARY].transpose(0, 1) / temperature).log_softmax(-1)
+    found = every.gather(-1, given.targets[..., None])[..., 0]
+    right = torch.autograd.grad(found, [hidden, x], given.of_log_probs)
+    for rank in run_layout(_of_frozen_head, tp, Layout(tp=tp), chunk, temperature):
+        for gradient, other in zip(rank, [*right, *right], strict=True):
+            check(gradient, other)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_bf16_keeps_the_gradient_of_a_token_that_is_almost_certain(trained: bool) -> None:
+    """Rounded to bf16, its probability would be 1, and the gradient that of other tokens alone."""
+    torch.manual_seed(1)
+    hidden = torch.eye(40).bfloat16()[:, None].requires_grad_()  # so the logits are the weights
+    weight = torch.randn(50, 40)
+    weight[range(40), range(40)] += 9 + torch.arange(40) / 8
+    weight = weight.bfloat16()
+    targets = torch.arange(40)[None]
+    found, _ = token_log_probs(hidden, weight.requires_grad_(trained), targets, Columns(0, 50, 7))
     found.sum().backward()
-    assert len(times) == 1
+    exact = hidden.detach().double().requires_grad_()
+    every = (exact @ weight.detach().double().t()).log_softmax(-1)
+    right = every[range(40), 0, range(40)]
+    right.sum().backward()
+    assert ((right > -0.004) & (right < -1e-6)).sum() >= 20
+    assert hidden.grad is not None
+    assert exact.grad is not None
+    errors = (hidden.grad - exact.grad).norm(dim=-1) / exact.grad.norm(dim=-1)
+    assert errors.max() < 2**-6
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
