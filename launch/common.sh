@@ -10,7 +10,7 @@
 # Environment variables: NODES (default: the Slurm job's nodes, or else the script's),
 # GPUS_PER_NODE, MASTER_PORT, FP8=1, TP_OVERLAP=1, DEEPEP=1, EP_OVERLAP=1; without Slurm MASTER_ADDR
 # and NODE_RANK.
-# Kubeflow (pytorchjob.yaml) and SkyPilot (skypilot.yaml) set the nodes and their names themselves.
+# Kubeflow (pytorchjob.yaml, trainjob.yaml) and SkyPilot (skypilot.yaml) set the nodes and their names themselves.
 # CHECK_RANKS=0 skips the check that the layout divides the ranks.
 # LAUNCH_DIR is the path of this folder, in case Slurm cannot tell where a script comes from.
 set -euo pipefail

@@ -16,7 +16,7 @@ import yaml
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 PYTORCHJOB, SKYPILOT = LAUNCH / "pytorchjob.yaml", LAUNCH / "skypilot.yaml"
-SCHEMA = Path(__file__).parent / "pytorchjob_schema.json"
+TRAINJOB = LAUNCH / "trainjob.yaml"
 
 
 def strict(schema: Any) -> Any:
@@ -29,14 +29,14 @@ def strict(schema: Any) -> Any:
     return closed | {key: strict(value) for key, value in schema.items()}
 
 
-def validator() -> jsonschema.Draft202012Validator:
-    schema = strict(json.loads(SCHEMA.read_text()))
-    return jsonschema.Draft202012Validator(schema)
+def validator(job: Path) -> jsonschema.Draft202012Validator:
+    schema = Path(__file__).parent / f"{job.stem}_schema.json"
+    return jsonschema.Draft202012Validator(strict(json.loads(schema.read_text())))
 
 
 def test_the_pytorchjob_follows_the_operators_published_schema() -> None:
     job = yaml.safe_load(PYTORCHJOB.read_text())
-    validator().validate(job)
+    validator(PYTORCHJOB).validate(job)
     spec = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
     (container,) = spec["containers"]
     assert container["name"] == "pytorch"  # the schema does not say that the operator needs it
@@ -46,11 +46,54 @@ def test_the_pytorchjob_follows_the_operators_published_schema() -> None:
     }
 
 
-@pytest.mark.parametrize("wrong", ["nprocPerNodes: 8", "nprocPerNode: 8", "nodes: 2"])
-def test_the_schema_sees_a_mistake(wrong: str) -> None:
-    job = yaml.safe_load(PYTORCHJOB.read_text())
+@pytest.mark.parametrize(
+    ("file", "wrong"),
+    [
+        *((PYTORCHJOB, wrong) for wrong in ("nprocPerNodes: 8", "nprocPerNode: 8", "nodes: 2")),
+        *(
+            (TRAINJOB, wrong)
+            for wrong in ("trainer: {nodes: 2}", "trainer: {numProcPerNode: auto}")
+        ),
+        *((TRAINJOB, wrong) for wrong in ("podTemplateOverrides: []", "runtimeRef: {}")),
+    ],
+)
+def test_the_schema_sees_a_mistake(file: Path, wrong: str) -> None:
+    job = yaml.safe_load(file.read_text())
     job["spec"] |= yaml.safe_load(wrong)
-    assert [error.path[0] for error in validator().iter_errors(job)] == ["spec"]
+    assert [error.path[0] for error in validator(file).iter_errors(job)] == ["spec"]
+
+
+def pods_of_trainjob() -> dict[str, Any]:
+    """Return what the TrainJob changes of the pods that train."""
+    (patch,) = yaml.safe_load(TRAINJOB.read_text())["spec"]["runtimePatches"]
+    (nodes,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    assert nodes["name"] == "node"  # as the runtime torch-distributed calls them
+    pods: dict[str, Any] = nodes["template"]["spec"]["template"]["spec"]
+    return pods
+
+
+def test_the_trainjob_follows_the_trainers_published_schema() -> None:
+    job = yaml.safe_load(TRAINJOB.read_text())
+    validator(TRAINJOB).validate(job)
+    trainer, pods = job["spec"]["trainer"], pods_of_trainjob()
+    assert trainer["numProcPerNode"] == trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
+    (container,) = pods["containers"]
+    assert container["name"] == "node"
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pods["volumes"]
+    }
+
+
+def test_the_kubernetes_files_start_the_same_run() -> None:
+    master = yaml.safe_load(PYTORCHJOB.read_text())["spec"]["pytorchReplicaSpecs"]["Master"]
+    spec, pods = master["template"]["spec"], pods_of_trainjob()
+    trainer = yaml.safe_load(TRAINJOB.read_text())["spec"]["trainer"]
+    (container,) = spec["containers"]
+    assert container["args"] == trainer["args"]
+    assert container["resources"] == trainer["resourcesPerNode"]
+    assert container["volumeMounts"] == pods["containers"][0]["volumeMounts"]
+    for name in ("volumes", "terminationGracePeriodSeconds"):
+        assert spec[name] == pods[name]
 
 
 def test_sky_takes_the_task() -> None:
@@ -109,6 +152,30 @@ def test_a_pod_starts_its_part_of_the_ranks(role: str, rank: int, tmp_path: Path
         "--node-rank": str(rank),
         "--master-addr": "qwen3vl-sft-8b-master-0",
         "--master-port": "23456",
+    }
+    assert words[-1] == "--save=/shared/runs/8b"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_pod_of_a_trainjob_starts_its_part_of_the_ranks(rank: int, tmp_path: Path) -> None:
+    """The environment is what the trainer's plugin for torch sets, release 2."""
+    trainer = yaml.safe_load(TRAINJOB.read_text())["spec"]["trainer"]
+    shell, script = trainer["command"]
+    words = started(
+        [shell, script.replace("/workspace", str(tmp_path)), *trainer["args"], "--dry-run"],
+        tmp_path,
+        PET_NNODES=str(trainer["numNodes"]),
+        PET_NPROC_PER_NODE=str(trainer["numProcPerNode"]),
+        PET_NODE_RANK=str(rank),
+        PET_MASTER_ADDR="qwen3vl-sft-8b-node-0-0.qwen3vl-sft-8b",
+        PET_MASTER_PORT="29400",
+    )
+    assert options(words) == {
+        "--nnodes": "2",
+        "--nproc-per-node": "8",
+        "--node-rank": str(rank),
+        "--master-addr": "qwen3vl-sft-8b-node-0-0.qwen3vl-sft-8b",
+        "--master-port": "29400",
     }
     assert words[-1] == "--save=/shared/runs/8b"
 
