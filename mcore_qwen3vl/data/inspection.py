@@ -29,7 +29,8 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import counted
 from mcore_qwen3vl.data.config import DataConfig, parse_sources
 from mcore_qwen3vl.data.datasets import CrudeSamples, unread_of
-from mcore_qwen3vl.data.encoding.balanced import Measure, Row, Size, divide, size_of, uneven_work
+from mcore_qwen3vl.data.encoding.balanced import Size, size_of, uneven_works
+from mcore_qwen3vl.data.encoding.division import Row, divide
 from mcore_qwen3vl.data.encoding.packing import best_fit
 from mcore_qwen3vl.data.encoding.planning import Pixels, Plan, PlannedMedia, check_length
 from mcore_qwen3vl.data.encoding.preparation import Preparation
@@ -473,7 +474,7 @@ def _measure_balance(
     layout = config.seq_length, ranks, config.packing_buffer
     ways = {
         "by length": pack_by_length(load.lengths, *layout),
-        "by work": pack_by_work(load.measures(), *layout, micro_batches),
+        "by work": pack_by_work(load.lengths, load.extra, *layout, micro_batches),
     }
     return {way: load.balance(list(rows), micro_batches) for way, rows in ways.items()}
 
@@ -500,13 +501,10 @@ class Workload:
 
     def __init__(self, architecture: Architecture, sizes: Sequence[Size], capacity: int) -> None:
         self.lengths = [size.tokens for size in sizes]
-        self.extra = [uneven_work(architecture, size) for size in sizes]
+        self.extra = uneven_works(architecture, sizes).tolist()
         self.capacity = capacity
         self.linear = flops.language(architecture, capacity, 0)
         """FLOPs of a pack's linear layers, padding included."""
-
-    def measures(self) -> list[Measure]:
-        return [Measure(*pair) for pair in zip(self.lengths, self.extra, strict=True)]
 
     def balance(self, rows: Sequence[Row], rows_per_step: int) -> Balance:
         """Return the balance of whole steps, or of all rows if they are fewer than a step's."""
@@ -539,17 +537,23 @@ def pack_by_length(lengths: Sequence[int], capacity: int, ranks: int, buffer: in
 
 
 def pack_by_work(
-    measures: Sequence[Measure], capacity: int, ranks: int, buffer: int, rows_per_step: int
+    lengths: Sequence[int],
+    works: Sequence[float],
+    capacity: int,
+    ranks: int,
+    buffer: int,
+    rows_per_step: int,
 ) -> Iterator[Row]:
     """Pack with ``--balance``, `buffer` samples a rank at a time; omit a last, partial buffer."""
+    every_length, every_work = np.asarray(lengths), np.asarray(works)
     waiting: list[int] = []
     place = 0
-    while (end := place + ranks * buffer - len(waiting)) <= len(measures):
+    while (end := place + ranks * buffer - len(waiting)) <= len(lengths):
         carried = len(waiting)
         waiting += range(place, end)
         place = end
-        chosen = [measures[item] for item in waiting]
-        division = divide(chosen, capacity, ranks, carried=carried, rows_per_step=rows_per_step)
+        chosen = every_length[waiting], every_work[waiting]
+        division = divide(*chosen, capacity, ranks, carried=carried, rows_per_step=rows_per_step)
         for row in division.rows:
             yield [[waiting[item] for item in pack] for pack in row]
         waiting = [waiting[item] for item in division.left]

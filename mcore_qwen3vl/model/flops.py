@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping.parameters import (
     count_active_expert_parameters,
@@ -32,14 +34,14 @@ class Trained:
 ALL = Trained()
 
 
-def language(
+def language[Amount: (float, np.ndarray)](
     a: Architecture,
-    tokens: float,
-    squared_lengths: float,
+    tokens: Amount,
+    squared_lengths: Amount,
     trained: Trained = ALL,
     *,
     mtp: bool = False,
-) -> float:
+) -> Amount:
     """Return the FLOPs of the language model for one step.
 
     Padding is not among the tokens; `squared_lengths` is the sum over all samples. Gradients of
@@ -75,7 +77,9 @@ def delta_rule_operations(a: Architecture) -> float:
     return sum(a.delta_net_layers) * 4 * net.num_value_heads * net.key_head_dim * net.value_head_dim
 
 
-def vision(a: Architecture, patches: float, squared_frames: float, trained: Trained = ALL) -> float:
+def vision[Amount: (float, np.ndarray)](
+    a: Architecture, patches: Amount, squared_frames: Amount, trained: Trained = ALL
+) -> Amount:
     """Return the FLOPs of the vision tower for one step.
 
     `squared_frames` is the sum of the squared patch counts of all frames: attention is full in one.

@@ -1,17 +1,5 @@
 """Data sets with known sample sizes, which ranks pack together, and of which each reads its part.
 
-With balanced work, all ranks of a run do each micro-batch together, so it takes as long as its most
-expensive pack. A *row* is the packs that the ranks have at the same time: its balance is the most
-work of a pack over the mean. Every rank computes the same rows from the same numbers and takes its
-own column.
-
-To form packs, samples are placed the largest first, by their share of a pack's tokens or of its
-work, whichever is larger. Each goes into the pack with the least work that has room for it (longest
-processing time first: Graham, "Bounds on multiprocessing timing anomalies", 1969). Samples that
-find no room wait for the next buffer, where they are placed first.
-To form rows, packs are sorted by work, so that those of a row are nearly equal; within a row they
-are assigned so that the ranks' totals are even.
-
 To balance work, every rank must know the sizes of all samples of a global batch, but read only its
 own. So each sample is measured once, before training: its tokens and patches are kept in a small
 file in the cache. With it all ranks go through the same order of samples, by number.
@@ -34,8 +22,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
-from heapq import heappop, heappush
-from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,6 +45,7 @@ from megatron.energon.wrappers.map_dataset import MapDataset
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, Source
 from mcore_qwen3vl.data.datasets import ABSENT, SOURCE, Order, Part
+from mcore_qwen3vl.data.encoding.division import Division, divide
 from mcore_qwen3vl.data.encoding.encoder import PlannedRecord, Qwen3VLTaskEncoder
 from mcore_qwen3vl.data.encoding.guard import IF_TOO_LONG, unusable_error
 from mcore_qwen3vl.data.encoding.packing import EpochOf, EpochPacking
@@ -80,9 +67,6 @@ PATIENCE = 6 * 3600.0
 
 BAD, OVERLONG, EXCLUDED = "bad", "over-long", "absent"
 
-Row = list[list[int]]
-"""The packs that the ranks have at the same time: for each rank, the samples of its pack."""
-
 
 @dataclass(frozen=True, slots=True)
 class Size:
@@ -93,98 +77,20 @@ class Size:
     squared_frames: float  # sum of the squared patch counts of all frames
 
 
-@dataclass(frozen=True)
-class Measure:
-    """What is known about a sample before it is read."""
-
-    length: int  # tokens, padding included
-    work: float  # FLOPs except those of its tokens' linear layers, which are equal for all packs
-
-
-@dataclass(frozen=True)
-class Division:
-    """The samples of a buffer, by their index, divided into rows of packs."""
-
-    rows: list[Row]
-    left: list[int]  # samples left for the next buffer
-
-
-def divide(
-    samples: Sequence[Measure],
-    capacity: int,
-    ranks: int,
-    *,
-    carried: int = 0,
-    rows_per_step: int = 1,
-) -> Division:
-    """Pack a buffer into rows of one pack a rank.
-
-    Args:
-        capacity: tokens of a pack; no sample is longer.
-        carried: number of first samples that were left from the previous buffer.
-        rows_per_step: rows of one optimizer step; every step gets rows of all amounts of work,
-            sorted.
-    """
-    tokens = sum(sample.length for sample in samples)
-    row_count = max(1, tokens // (capacity * ranks))
-    bins, left = _fill_packs(samples, capacity, row_count * ranks, carried)
-    works = [sum(samples[index].work for index in items) for items in bins]
-    order = sorted(range(len(bins)), key=lambda pack: -works[pack])
-    totals = [0.0] * ranks
-    rows = []
-    for start in range(0, len(order), ranks):
-        row: list[list[int]] = [[] for _ in range(ranks)]
-        # The most expensive pack of a row goes to the rank with the least work so far.
-        emptiest = sorted(range(ranks), key=lambda rank: totals[rank])
-        for rank, pack in zip(emptiest, order[start : start + ranks], strict=True):
-            row[rank] = sorted(bins[pack])
-            totals[rank] += works[pack]
-        rows.append(row)
-    steps = -(-len(rows) // rows_per_step)
-    return Division([row for step in range(steps) for row in rows[step::steps]], left)
-
-
-def _fill_packs(
-    samples: Sequence[Measure], capacity: int, count: int, carried: int
-) -> tuple[list[list[int]], list[int]]:
-    """Return samples in `count` packs, and those that find no room."""
-    bins: list[list[int]] = [[] for _ in range(count)]
-    rooms = [capacity] * count
-    least = [(0.0, pack) for pack in range(count)]  # a heap: packs by their work
-    left = []
-    # Without any work, all shares of it are 0.
-    share = sum(sample.work for sample in samples) / count or 1.0
-    # Long samples need room as expensive ones need work: the larger share of a pack decides.
-    weights = [max(sample.length / capacity, sample.work / share) for sample in samples]
-    order = sorted(range(len(samples)), key=lambda i: (i >= carried, -weights[i]))
-    # The shortest sample from each place of the order on.
-    shortest = list(accumulate((samples[i].length for i in reversed(order)), min))[::-1]
-    for place, index in enumerate(order):
-        length = samples[index].length
-        passed = []
-        while least and rooms[least[0][1]] < length:
-            work, pack = heappop(least)
-            if rooms[pack] >= shortest[place]:  # otherwise no other sample fits into it
-                passed.append((work, pack))
-        if least:
-            work, pack = heappop(least)
-            bins[pack].append(index)
-            rooms[pack] -= length
-            heappush(least, (work + samples[index].work, pack))
-        else:
-            left.append(index)
-        for item in passed:
-            heappush(least, item)
-    return bins, sorted(left)
-
-
-def uneven_work(architecture: Architecture, size: Size, trained: Trained = ALL) -> float:
-    """Return the FLOPs of a sample, except those of its tokens' linear layers.
+def uneven_works(
+    architecture: Architecture, sizes: Sequence[Size], trained: Trained = ALL
+) -> np.ndarray:
+    """Return the FLOPs of each sample, except those of its tokens' linear layers.
 
     Those cost the same in every pack, since every pack is padded to `seq_length`.
+
+    Returns:
+        (samples,) float64.
     """
-    attention = flops.language(architecture, 0, float(size.tokens) ** 2, trained)
-    return attention + flops.vision(architecture, size.patches, size.squared_frames, trained)
+    rows = [(size.tokens, size.patches, size.squared_frames) for size in sizes]
+    tokens, patches, squared_frames = np.array(rows, np.float64).reshape(-1, 3).T
+    attention = flops.language(architecture, np.zeros_like(tokens), tokens**2, trained)
+    return attention + flops.vision(architecture, patches, squared_frames, trained)
 
 
 @dataclass(frozen=True)
@@ -751,10 +657,10 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
 
     def _divide(self, samples: Sequence[Any], **options: int) -> Division:
         sizes = [sample.size for sample in samples]
-        padded = replace(self.config, length_multiple=self._multiple).padded
-        lengths = [padded(size.tokens) for size in sizes]
-        works = [uneven_work(self._architecture, size, self._trained) for size in sizes]
-        return divide(list(map(Measure, lengths, works)), self.config.seq_length, **options)
+        tokens = np.array([size.tokens for size in sizes], np.int64)
+        lengths = -(-tokens // self._multiple) * self._multiple
+        works = uneven_works(self._architecture, sizes, self._trained)
+        return divide(lengths, works, self.config.seq_length, **options)
 
     @stateless
     def postencode_sample(self, sample: Any) -> Any:
