@@ -56,6 +56,7 @@ ORDER = (
     "converters.export",
     "converters.describe",
     "runtime",
+    "kernels",
     "model",
     "data.records",
     "data.task_inputs",

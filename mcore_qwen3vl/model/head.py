@@ -54,15 +54,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.kernels import run_on
+from mcore_qwen3vl.kernels.log_probs import reduce_logits, write_gradient
 from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.inputs import to_device
-from mcore_qwen3vl.model.kernels import Pointwise, add_product, stand_in_gradient
+from mcore_qwen3vl.model.kernels import add_product, stand_in_gradient
 from mcore_qwen3vl.model.lora_modules import Site
 
 label_module(__file__, "logits and loss")
 
-CHUNK_LOGITS = 2**27
-"""Number of logits in one chunk: 0.5 GiB in float32."""
+CHUNK_BYTES = 2**29
+"""Size of the logits in one chunk: 0.5 GiB in the dtype in which they are reduced."""
 
 
 def token_log_probs(
@@ -113,7 +115,7 @@ class Columns:
 
     Attributes:
         first, count: its columns: `count` from `first` on, without padding.
-        chunk: tokens per chunk; None: as many as give :data:`CHUNK_LOGITS`.
+        chunk: tokens per chunk; None: as many as give :data:`CHUNK_BYTES`.
         group: TP group; None: one rank.
     """
 
@@ -122,11 +124,14 @@ class Columns:
     chunk: int | None = None
     group: dist.ProcessGroup | None = None
 
-    def chunks(self, tokens: int) -> list[slice]:
-        """Return the chunks of `tokens` positions; none if this rank has only padding."""
+    def chunks(self, tokens: int, of_logit: int = 4) -> list[slice]:
+        """Return the chunks of `tokens` positions; none if this rank has only padding.
+
+        `of_logit` is the size in bytes of a logit.
+        """
         if self.count == 0:
             return []
-        size = self.chunk or max(CHUNK_LOGITS // self.count, 1)
+        size = self.chunk or max(CHUNK_BYTES // (self.count * of_logit), 1)
         return [slice(start, start + size) for start in range(0, tokens, size)]
 
     def products(self, terms: Sequence[tuple[Tensor, Tensor]], rows: slice) -> Tensor:
@@ -186,15 +191,15 @@ class _TokenLogProbs(torch.autograd.Function):
         lowest = torch.finfo(torch.float32).min
         maximum = hidden.new_full((len(hidden),), lowest, dtype=torch.float32)
         sums = hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
-        runs, ctx.kept = columns.chunks(len(hidden)), None
+        runs, ctx.kept = columns.chunks(len(hidden), _size_of_logit(hidden)), None
         for rows in runs:
             logits = columns.products(terms, rows)
-            _reduce_chunk(logits, local[rows], temperature, maximum[rows], sums[:, rows], entropy)
+            reduce_logits(logits, local[rows], temperature, maximum[rows], sums[:, rows], entropy)
             if mixtures:
                 # Exponentials relative to the maximum, and none for the target.
                 of_target = -(sums[1, rows] - maximum[rows]).exp_().where(ours[rows], 0.0)
                 numbers = (maximum[rows], torch.full_like(of_target, -1.0), of_target)
-                _write_gradient(logits, local[rows], temperature, *numbers)
+                write_gradient(logits, local[rows], temperature, *numbers)
                 for mixture, (_, weight) in zip(mixtures, terms, strict=True):
                     if mixture is not None:
                         add_product(mixture[rows], logits, weight[: columns.count])
@@ -232,13 +237,13 @@ class _TokenLogProbs(torch.autograd.Function):
         gradients = [
             TermGradient(x, w, *of_term) for (x, w), of_term in zip(terms, wanted, strict=True)
         ]
-        for rows in columns.chunks(len(local)):
+        for rows in columns.chunks(len(local), _size_of_logit(rest[0])):
             logits = columns.products(terms, rows) if ctx.kept is None else ctx.kept
             ctx.kept = None  # the gradient takes its place
             numbers = [total[rows], of_log_probs[rows], of_target[rows]]
             if of_entropies is not None:
                 numbers += [of_entropies[rows], entropies[rows]]
-            _write_gradient(logits, local[rows], ctx.temperature, *numbers)
+            write_gradient(logits, local[rows], ctx.temperature, *numbers)
             for of_term in gradients:
                 of_term.add(logits, rows)
             del logits
@@ -265,68 +270,14 @@ def _of_states(
     return gradient.to(states.dtype)
 
 
+def _size_of_logit(states: Tensor) -> int:
+    """Return the bytes of a logit; eager code needs them in float32."""
+    return states.element_size() if run_on(states) else 4
+
+
 def in_pairs(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
     """Undo :func:`flat_sides`."""
     return list(zip(flat[::2], flat[1::2], strict=True))
-
-
-def _reduce_chunk(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float,
-    maximum: Tensor,
-    sums: Tensor,
-    entropy: bool,
-) -> None:
-    """Write the numbers of one chunk of n tokens into `maximum` (n,) and `sums` (3, n)."""
-    _reduce_in_place(_widen(logits, temperature), targets, maximum, sums, entropy)
-
-
-@Pointwise
-def _reduce_in_place(
-    logits: Tensor, targets: Tensor, maximum: Tensor, sums: Tensor, entropy: bool
-) -> None:
-    maximum.copy_(logits.amax(-1))
-    sums[1] = logits.gather(1, targets[:, None]).squeeze(1)
-    shifted = logits.sub_(maximum[:, None])
-    if not entropy:
-        sums[0] = shifted.exp_().sum(-1)
-        return
-    weights = shifted.exp()
-    sums[0] = weights.sum(-1)
-    sums[2] = weights.mul_(shifted).sum(-1)
-
-
-def _write_gradient(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float,
-    total: Tensor,
-    of_log_probs: Tensor,
-    of_target: Tensor,
-    of_entropies: Tensor | None = None,
-    entropies: Tensor | None = None,
-) -> None:
-    """Write the gradient of the logits (n, V) over them, in their dtype; all others are (n,)."""
-    gradient, factor = _widen(logits, temperature), -of_log_probs[:, None]
-    if of_entropies is not None and entropies is not None:
-        offset = (entropies - total)[:, None]
-        factor = factor - (gradient + offset).mul_(of_entropies[:, None])
-    gradient = _scaled_exponentials(gradient, total[:, None], factor)
-    gradient.scatter_add_(1, targets[:, None], of_target[:, None])
-    logits.copy_(gradient)
-
-
-@Pointwise
-def _scaled_exponentials(logits: Tensor, total: Tensor, factor: Tensor) -> Tensor:
-    """Compute ``exp(logits - total) * factor`` in place, (n, V)."""
-    return logits.sub_(total).exp_().mul_(factor)
-
-
-def _widen(logits: Tensor, temperature: float) -> Tensor:
-    """Return a copy in float32, divided by the temperature."""
-    wide = logits.to(torch.float32, copy=True)
-    return wide if temperature == 1 else wide.div_(temperature)
 
 
 def _combine_over_ranks(

@@ -20,7 +20,7 @@ from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.converters.mapping.parameters import Group
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.decoder.delta_rule import CHUNK
-from mcore_qwen3vl.model.head import CHUNK_LOGITS
+from mcore_qwen3vl.model.head import CHUNK_BYTES
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.parameter_counts import TrainedCounts, rank_parameters
 from mcore_qwen3vl.training.pipeline_order import order_of_work
@@ -34,7 +34,7 @@ WEIGHT = 2  # bytes: bf16
 GRADIENT = 4  # fp32 accumulation
 OPTIMIZER = 12  # fp32 main weight and Adam's two moments
 ACTIVATION = 2  # bf16
-LOGIT = 8  # in a chunk of the head: in bf16, in float32, and its gradient in bf16
+LOGIT = 2  # bf16; its gradient takes its place
 GB = 1e9
 
 
@@ -96,12 +96,12 @@ def estimate_stages(
     expert_copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)
     rank_tokens = tokens / layout.cp
     visual = rank_tokens * visual_share if vision else 0.0
-    alive = min(rank_tokens * a.vocab_size / layout.tp, CHUNK_LOGITS)
+    chunk = min(LOGIT * rank_tokens * a.vocab_size / layout.tp, CHUNK_BYTES)
     stages = []
     for stage in range(layout.pp):
         frozen_counts = rank_parameters(a, layout, stage, frozen)
         shared, experts = rank_parameters(a, layout, stage, factors)
-        logits = LOGIT * alive
+        logits = chunk
         if mtp and not (a.tie_word_embeddings and layout.pp == 1):
             # Each use of the head hands autograd a gradient as large as the weight. The first waits
             # while the second is computed, and their sum is a third. A rehearsal shows none of them

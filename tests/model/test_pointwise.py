@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mcore_qwen3vl.model import kernels
 from mcore_qwen3vl.model.decoder.attention import rotate
-from mcore_qwen3vl.model.head import Columns, token_log_probs
 from mcore_qwen3vl.model.kernels import Pointwise
 from mcore_qwen3vl.runtime.launch import run_layout
 
@@ -35,7 +34,7 @@ def test_as_it_is_written_unless_asked_for() -> None:
 
 
 def _results() -> list[Tensor]:
-    """Compute rotary embeddings and log-probabilities in chunks, with gradients."""
+    """Compute rotary embeddings with gradients."""
     torch.manual_seed(2)
     found = []
     for tokens, batch, of_tables, dtype in ((7, 2, 2, torch.float32), (9, 1, 1, torch.bfloat16)):
@@ -44,13 +43,6 @@ def _results() -> list[Tensor]:
         turned = rotate(x, cos, sin)
         turned.backward(torch.randn_like(turned))
         found += [turned, x.grad]
-    hidden, weight = torch.randn(11, 2, 6, requires_grad=True), torch.randn(13, 6)
-    targets = torch.randint(13, (2, 11))
-    for entropy in (False, True):
-        hidden.grad = None
-        outputs = token_log_probs(hidden, weight, targets, Columns(0, 13, chunk=5), entropy=entropy)
-        sum(o.square().sum() for o in outputs if o is not None).backward()
-        found += [o for o in (*outputs, hidden.grad) if o is not None]
     return [tensor.detach().float() for tensor in found]
 
 
@@ -67,7 +59,7 @@ def _both() -> tuple[list[Tensor], list[Tensor], int]:
 @pytest.mark.slow  # the C++ compiler takes half a minute
 def test_compiled_functions_give_the_same() -> None:
     ((written, compiled, frames),) = run_layout(_both, 1, timeout=300)
-    assert frames >= 5  # each function, some for several kinds of input
+    assert frames >= 2  # for two kinds of input
     for own, other in zip(compiled, written, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
 
@@ -81,18 +73,13 @@ PROGRAM = """
     import torch
     from mcore_qwen3vl.model import kernels
     from mcore_qwen3vl.model.decoder.attention import rotate
-    from mcore_qwen3vl.model.head import Columns, token_log_probs
     from mcore_qwen3vl.simulated_gpu.device import Device
 
     def step():
         on = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
-        x, hidden = torch.empty(64, 2, 4, 16, **on), torch.empty(64, 1, 32, **on)
+        x = torch.empty(64, 2, 4, 16, **on)
         table = torch.empty(64, 1, 1, 8, device="cuda")
         rotate(x, table, table).backward(x.detach())
-        targets = torch.zeros(1, 64, dtype=torch.int64, device="cuda")
-        weight = torch.empty(96, 32, **on)
-        found, _ = token_log_probs(hidden, weight, targets, Columns(0, 96, chunk=16))
-        found.backward(found.detach())
 
     device = Device()
     def counted():
@@ -116,6 +103,5 @@ def test_they_are_fewer_kernels_on_the_device() -> None:
         [sys.executable, "-c", textwrap.dedent(PROGRAM)], capture_output=True, text=True, check=True
     )
     written, compiled = json.loads(done.stdout.splitlines()[-1])
-    # The rotation saves two in each direction, and each of 4 chunks saves at least three.
-    assert written["launches"] - compiled["launches"] >= 2 * 2 + 4 * 3
+    assert written["launches"] - compiled["launches"] >= 2 * 2  # two in each direction
     assert (compiled["host_syncs"], compiled["unknown_calls"]) == (0, 0)

@@ -15,7 +15,7 @@ from mcore_qwen3vl.converters.adapters.config import AdapterConfig, apply_with_p
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.converters.mapping.parameters import Group
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.head import CHUNK_LOGITS
+from mcore_qwen3vl.model.head import CHUNK_BYTES
 from mcore_qwen3vl.model.lora import adapt
 from mcore_qwen3vl.model.qwen3vl import build_chunks
 from mcore_qwen3vl.published_configs import PUBLISHED
@@ -87,7 +87,7 @@ def test_a_chunk_of_logits_is_alive_whatever_the_layout() -> None:
     assert estimate(a, Layout(), 8).logits == 8 * a.vocab_size * memory.LOGIT
     for layout in (Layout(), Layout(tp=2, sp=True)):
         held = estimate(a, layout, 8192).logits
-        assert held == CHUNK_LOGITS * memory.LOGIT
+        assert held == CHUNK_BYTES
 
 
 def test_recompute_and_parallelism_shrink_activations_as_they_should() -> None:

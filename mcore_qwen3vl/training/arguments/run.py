@@ -100,8 +100,8 @@ class TrainingSettings:
     """keep only the inputs of the vision tower's blocks for the backward pass (default: with
     --recompute-granularity full)"""
     compile_pointwise: bool | None = None
-    """compile the rotary embedding and the losses' reductions to one kernel each with
-    torch.compile; with --spec te the losses alone (default: on GPUs, where a C compiler is)"""
+    """compile the rotary embedding of --spec torch to one kernel with torch.compile (default: on
+    GPUs, where a C compiler is)"""
 
 
 @dataclass(frozen=True)

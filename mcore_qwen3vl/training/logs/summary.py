@@ -17,9 +17,9 @@ from mcore_qwen3vl.converters.hf.hf_checkpoint import holder_of_mtp
 from mcore_qwen3vl.converters.identify import PathKind, identify
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.kernels import why_eager
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model_card import name_of_model, note_on_base
-from mcore_qwen3vl.runtime.gpus import c_compiler
 from mcore_qwen3vl.training import memory
 from mcore_qwen3vl.training.arguments.lora import LoraSettings
 from mcore_qwen3vl.training.arguments.run import ParallelSettings
@@ -73,8 +73,8 @@ def summary(
         ("memory", _memory_text(settings, a)),
         ("writes", _writes_text(settings, a)),
     ]
-    if not model.cpu and c_compiler() is None:
-        rows.append(("kernels", "not fused: there is no C compiler (CC, gcc, clang)"))
+    if not model.cpu and (reason := why_eager()):
+        rows.append(("kernels", f"not fused: {reason}"))
     taken = statement_of_defaults(settings, explicit)
     return [*rows, ("defaults", taken)] if taken else rows
 

@@ -19,7 +19,7 @@ from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.batch import IGNORED, Batch
 from mcore_qwen3vl.data.encoding.planning import Plan, spare_plan
 from mcore_qwen3vl.inference import CheckedModel
-from mcore_qwen3vl.model.head import CHUNK_LOGITS, Columns, Head, flat_sides, in_pairs
+from mcore_qwen3vl.model.head import CHUNK_BYTES, Columns, Head, flat_sides, in_pairs
 from mcore_qwen3vl.model.inputs import PixelScale, to_device
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.scoring.on_rank import LogProbs, Scorer
@@ -139,7 +139,7 @@ def log_probs_under(
     terms = [(x[wanted], w) for x, w in in_pairs(flat_sides(hidden, weight, more))]
     ranks = 1 if columns.group is None else columns.group.size()
     values = hidden.new_zeros((len(meanings) + 1, len(places)), dtype=torch.float32)
-    size = max(CHUNK_LOGITS // (len(weight) * ranks), 1)  # equal on all ranks, who gather
+    size = max(CHUNK_BYTES // (4 * len(weight) * ranks), 1)  # equal on all ranks, who gather
     for start in range(0, len(wanted), size):
         some = slice(start, start + size)
         logits = _whole_logits(columns, terms, some, len(weight))

@@ -15,6 +15,7 @@ import torch
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.kernels import why_eager
 from mcore_qwen3vl.megatron_config import (
     architecture_arguments,
     config_fields,
@@ -430,12 +431,16 @@ def test_kernels_that_need_a_compiler_are_refused_without(
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
     run = validate(argv, 1)
-    assert dict(summary(run.settings, Architecture.from_hf(moe), {}))["kernels"]
+    why_eager.cache_clear()
+    rows = dict(summary(run.settings, Architecture.from_hf(moe), {}))
+    why_eager.cache_clear()
+    assert rows["kernels"] == "not fused: there is no C compiler (CC, gcc, clang)"
     assert not run.args.compile_pointwise
     with pytest.raises(BadInput, match=r"--compile-pointwise needs a C compiler"):
         validate([*argv, "--compile-pointwise"], 1)
     monkeypatch.setenv("CC", "/elsewhere/cc")
     assert validate([*argv, "--compile-pointwise"], 1).args.compile_pointwise
+    assert "kernels" not in dict(summary(run.settings, Architecture.from_hf(moe), {}))
 
 
 def test_pointwise_kernels_are_compiled_on_gpus_with_a_compiler(
