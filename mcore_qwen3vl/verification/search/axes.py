@@ -16,6 +16,7 @@ from typing import Any, get_args
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.losses.loss import Loss
 from mcore_qwen3vl.losses.registry import all_losses
 from mcore_qwen3vl.tiny.tiny_checkpoint import (
     FAMILIES_WITHOUT_TOWER,
@@ -58,25 +59,29 @@ def loss(rng: Random, case: Case) -> Case:
     kinds = [(loss, name) for loss in all_losses() for name in loss.names]
     default = next(one for one in kinds if one[1] == "cross_entropy")
     kind, name = default if rng.random() < 0.5 else rng.choice(kinds)
-    flags = case.flags if name == default[1] else (*case.flags, (kind.flag, name))
+    flags = case.flags if name == default[1] else (*case.flags, *flags_of(kind, name))
     makers, bad = records.makers_of(kind, name), False
     if kind is default[0]:
         bad = rng.random() < 0.15
         flags += (("--max-bad-fraction", "1"),) * bad
-    if name == "distill":
-        flags += (("--teacher", OTHER),)
-    if name in ("dpo", "kto"):
-        flags += (("--reference", "model"),)
-    if name == "kto":
-        flags += (("--micro-batch-size", "2"),)  # its records exchange their answers
-    if name == "reranker":
-        flags += (("--answers", "a", "b"),)  # one token each in the vocabulary of tiny models
-    if name == "classify":
-        flags += (("--num-labels", "3"),)
     if not case.has_vision:
         makers = records.without_media(makers)
     lines = records.lines(rng, makers, rng.choice((3, 4, 5, 7, 8)), bad)
     return replace(case, flags=flags, records=lines)
+
+
+def flags_of(kind: type[Loss], name: str) -> tuple[Flag, ...]:
+    """Return the flags that ask for a loss of the registry, with those that it needs."""
+    needed: dict[str, tuple[Flag, ...]] = {
+        "distill": (("--teacher", OTHER),),
+        "dpo": (("--reference", "model"),),
+        # The records of a micro-batch exchange their answers.
+        "kto": (("--reference", "model"), ("--micro-batch-size", "2")),
+        # These are one token each in the vocabulary of tiny models.
+        "reranker": (("--answers", "a", "b"),),
+        "classify": (("--num-labels", "3"),),
+    }
+    return ((kind.flag, name), *needed.get(name, ()))
 
 
 def files(rng: Random, case: Case) -> Case:

@@ -225,9 +225,9 @@ class Bench:
             raise CommandFailed(f"{name} ended with {process.exitcode}: {messages or output}")
         return output
 
-    def forget(self, case: Case) -> None:
-        """Remove the runs of a case under any layout."""
-        for other in [one for one in self._outcomes if one.flags == case.flags]:
+    def keep(self, cases: Collection[Case]) -> None:
+        """Forget the runs of all other cases, and remove their folders."""
+        for other in self._outcomes.keys() - set(cases):
             shutil.rmtree(self._outcomes.pop(other).folder, ignore_errors=True)
 
     def _run(self, case: Case) -> Outcome:

@@ -6,15 +6,20 @@ until the time is up or all flags are tried; the same command goes on.
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
+from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.losses.registry import all_losses
 from mcore_qwen3vl.verification.search import records
+from mcore_qwen3vl.verification.search.axes import flags_of
 from mcore_qwen3vl.verification.search.case import Case, Flag
-from mcore_qwen3vl.verification.search.comparing import same_result
-from mcore_qwen3vl.verification.search.flags import DrawnFlag, drawable
+from mcore_qwen3vl.verification.search.comparing import end_of, same_result
+from mcore_qwen3vl.verification.search.flags import WRITTEN, DrawnFlag, drawable
 from mcore_qwen3vl.verification.search.oracles import (
     crashed,
     judge,
@@ -25,12 +30,12 @@ from mcore_qwen3vl.verification.search.running import Bench
 
 MODELS: dict[str, tuple[str, ...]] = {"dense": (), "MoE": ("--moe",)}
 LAYOUTS: dict[str, tuple[str, ...]] = {
-    "dense": ("tp2+sp", "pp2", "cp2", "dp2"),
-    "MoE": ("tp2+sp", "pp2", "ep2xdp2"),
+    "dense": ("tp2+sp", "pp2xdp2", "cp2"),
+    "MoE": ("tp2+sp", "pp2xep2xdp2"),
 }
 _HEAD = (
-    "| flag | in the contract | values on one rank | dense | MoE |\n"
-    "|---|---|---|---|---|\n"
+    "| flag | in the contract | run | values on one rank | dense | MoE |\n"
+    "|---|---|---|---|---|---|\n"
 )  # fmt: skip
 
 
@@ -43,20 +48,41 @@ def write_table(file: Path, bench: Bench, until: float, first: int = 0, every: i
     if not file.exists():
         file.write_text(_HEAD, "utf-8")
     done = {line.split("|")[1].strip() for line in file.read_text("utf-8").splitlines()}
-    waiting = [flag for flag in drawable()[first::every] if f"`{flag.name}`" not in done]
+    flags = sorted(drawable(), key=_is_written)
+    waiting = [flag for flag in flags[first::every] if f"`{flag.name}`" not in done]
     for number, flag in enumerate(waiting):
         if time.monotonic() > until:
             return len(waiting) - number
         # One write of a line, since several processes append.
         with file.open("a", encoding="utf-8") as stream:
             stream.write(f"| {' | '.join(_cells(bench, flag))} |\n")
+        bench.keep(bases().values())
     return 0
 
 
-def base(kind: str) -> Case:
-    """Return the run to which a flag is added: two steps on pictures and texts."""
-    makers = (records.one_image, records.several_turns, records.weights)
-    return Case(MODELS[kind], records.lines(Random(kind), makers, 4, bad=False))
+def bases() -> dict[str, Case]:
+    """Return the runs to which a flag is added; a flag is tried on the first that it does not stop.
+
+    Each is of three steps, of which the last has seen all parts of the model change.
+    """
+    makers = (records.one_image, records.several_turns, records.weights, records.one_image)
+    rng = Random("records")
+    lines = tuple(json.dumps(maker(rng), ensure_ascii=False) for maker in makers)
+    plain = Case((), lines, steps=3)
+    found = {
+        "plain": plain,
+        "MoE": replace(plain, model=MODELS["MoE"]),
+        "LoRA": replace(plain, flags=(("--lora-rank", "2"),)),
+        "validates": replace(plain, validates=True),
+        "packing": replace(plain, flags=(("--packing",),)),
+        "bf16": replace(plain, flags=(("--bf16",), ("--use-distributed-optimizer",))),
+    }
+    for loss in all_losses():
+        for name in loss.names:
+            lines = records.lines(rng, records.makers_of(loss, name), 4, bad=False)
+            batch = 4 if name == "kto" else 2
+            found[name] = Case((), lines, flags_of(loss, name), batch=batch, steps=3)
+    return found
 
 
 def _cells(bench: Bench, flag: DrawnFlag) -> list[str]:
@@ -64,40 +90,81 @@ def _cells(bench: Bench, flag: DrawnFlag) -> list[str]:
 
     In layouts, that is the first value that changes the result, or else the first that runs.
     """
-    effects = {words: _effect(bench, (flag.name, *words)) for words in flag.values}
+    name, base, effects = _tried(bench, flag)
     values = "; ".join(f"{' '.join(words) or 'given'}: {text}" for words, text in effects.items())
     ranked = [words for words in effects if effects[words] == _ANOTHER]
     ranked += [words for words in effects if effects[words] in (_SAME, _NOT_USED)]
-    cells = [f"`{flag.name}`", flag.row.partition(":")[0][:60], values]
+    cells = [f"`{flag.name}`", flag.row.partition(":")[0][:60], name, values]
     for kind in MODELS:
-        cells.append(_agreement(bench, kind, (flag.name, *ranked[0])) if ranked else "")
+        elsewhere = "--moe" in base.model and kind != "MoE"
+        if not ranked or elsewhere or (kind == "MoE" and _is_written(flag)):
+            cells.append("")
+            continue
+        case = with_flag(replace(base, model=MODELS[kind]), (flag.name, *ranked[0]))
+        layouts = LAYOUTS[kind][1:2] if _is_written(flag) else LAYOUTS[kind]
+        cells.append(_agreement(bench, case, layouts, f"{' '.join(ranked[0]) or 'given'}: "))
     return cells
+
+
+def _is_written(flag: DrawnFlag) -> bool:
+    """Return whether a flag says what is written beside a run, and nothing about the run."""
+    return flag.row.startswith(WRITTEN)
+
+
+def _values_of(flag: DrawnFlag) -> list[tuple[str, ...]]:
+    """Return the values to try: no more than five, the first and the last among them."""
+    *some, last = flag.values
+    return [*some[:4], last]
+
+
+def _tried(bench: Bench, flag: DrawnFlag) -> tuple[str, Case, dict[tuple[str, ...], str]]:
+    """Return the run on which a flag was tried, by name and as it is, and what each value did.
+
+    A run that refuses all values says nothing of the flag, so the next one is tried.
+    """
+    first = None
+    for name, base in bases().items():
+        if base.has(flag.name):
+            base = base.without(flag.name)
+        effects = {words: _effect(bench, base, (flag.name, *words)) for words in _values_of(flag)}
+        if not all(text.startswith("refused") for text in effects.values()):
+            return name, base, effects
+        first = first or (name, base, effects)
+    assert first is not None
+    return first
+
+
+def with_flag(case: Case, words: Flag) -> Case:
+    """Return a case with one more flag, in place of one of the same name."""
+    return replace(case, flags=(*case.without(words[0]).flags, words))
 
 
 _SAME, _ANOTHER, _NOT_USED = "the same", "another result", "not used"
 
 
-def _effect(bench: Bench, words: Flag) -> str:
-    """Return what a flag does to a run of the dense model on one rank."""
-    plain = base("dense")
-    case = replace(plain, flags=(words,))
+def _effect(bench: Bench, base: Case, words: Flag) -> str:
+    """Return what a flag does to a run on one rank."""
+    case = with_flag(base, words)
     outcome, verdict = judge(case, bench, (crashed, remedy))
     if verdict is not None:
         return f"**{_short(verdict.text)}**"
     if outcome.refusal:
         return f"refused: {_short(outcome.refusal)}"
-    same = same_result(outcome, bench.run(plain))
+    plain = bench.run(base)
+    if not plain.finished:
+        return f"only with it: {end_of(plain)}"
+    same = same_result(outcome, plain)
     if f"not used of the command line: {words[0]} " in outcome.ran[0].printed:
         return _NOT_USED if same else "**said to be not used, and another result**"
     return _SAME if same else _ANOTHER
 
 
-def _agreement(bench: Bench, kind: str, words: Flag) -> str:
-    """Return whether a flag's runs agree with a single rank in each layout of a model."""
+def _agreement(bench: Bench, case: Case, layouts: Sequence[str], value: str) -> str:
+    """Return whether a case's runs agree with a single rank in each layout."""
     agreed, others = [], []
-    case = replace(base(kind), flags=(words,))
-    for layout in LAYOUTS[kind]:
-        there = replace(case, layout=layout)
+    for layout in layouts:
+        rows = int(case.value("--micro-batch-size")) * Layout.parse(layout).dp
+        there = replace(case, layout=layout, batch=-(-case.batch // rows) * rows)
         outcome, verdict = judge(there, bench, (crashed, single_rank))
         if verdict is not None:
             others.append(f"**{layout}: {_short(verdict.text)}**")
@@ -105,9 +172,7 @@ def _agreement(bench: Bench, kind: str, words: Flag) -> str:
             others.append(f"{layout} refused: {_short(outcome.refusal)}")
         else:
             agreed.append(layout)
-    bench.forget(case)
-    with_value = f"{' '.join(words[1:]) or 'given'}: "
-    return with_value + "; ".join([*([f"{' '.join(agreed)} agree"] if agreed else []), *others])
+    return value + "; ".join([*([f"{' '.join(agreed)} agree"] if agreed else []), *others])
 
 
 def _short(text: str) -> str:
