@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from inspect import isfunction
+from math import prod
 from typing import Any, Self
 from unittest import mock
 
@@ -300,19 +301,36 @@ class CountWork(TorchDispatchMode):
         return result
 
 
+_LOOKUPS = {"gather", "index", "index_select", "embedding"}
+"""Operators that read as much of their first tensor as they give."""
+_ADDITIONS = {"scatter_", "scatter_add_", "index_add_", "index_copy_", "index_put_"}
+"""Operators that change as much of their first tensor as their last one holds."""
+_OVERWRITING = {"zero_", "fill_", "copy_"}
+"""Operators that do not read their first tensor."""
+
+
 def _bytes_moved(func: Any, args: Any, result: Any) -> int:
-    """Return the bytes of the tensors that an operator reads and of those that it writes."""
+    """Return the bytes that an operator reads and those that it writes."""
+    name = func._overloadpacket.__name__
     pairs = zip(func._schema.arguments, args, strict=False)
     changed = [a for argument, a in pairs if argument.alias_info and argument.alias_info.is_write]
-    made = [] if changed else [result]
-    return sum(sizes_of(args)) + sum(sizes_of([*changed, *made]))
+    written = sum(sizes_of(changed or [result]))
+    others = sum(sizes_of(args[1:]))
+    if name in _LOOKUPS:
+        return others + 2 * written
+    if name in _ADDITIONS:
+        tensors = [a for a in args[1:] if isinstance(a, Tensor)]
+        touched = sum(sizes_of(tensors[-1:]))
+        return others + 2 * touched
+    return written + others + (0 if name in _OVERWRITING else sum(sizes_of(args[:1])))
 
 
 def sizes_of(values: Iterable[Any]) -> Iterator[int]:
-    """Yield the bytes of each tensor in nested lists and tuples."""
+    """Yield the bytes of each tensor in nested lists and tuples; what is expanded counts once."""
     for value in values:
         if isinstance(value, Tensor):
-            yield value.numel() * value.element_size()
+            lengths = zip(value.shape, value.stride(), strict=True)
+            yield prod(length for length, step in lengths if step) * value.element_size()
         elif isinstance(value, list | tuple):
             yield from sizes_of(value)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 from enum import Enum
 from itertools import count
 from types import SimpleNamespace
@@ -56,6 +57,40 @@ def test_other_kernels_count_what_they_read_and_write() -> None:
     with CountWork() as work:  # nothing is launched
         a.view(-1)
     assert not work.counts
+
+
+TABLE, PLACES, VALUES = torch.randn(64, 8), torch.tensor([3, 60, 7]), torch.randn(3, 8)
+ROWS = PLACES[:, None].expand(3, 8)
+
+
+@pytest.mark.parametrize(
+    ("run", "numbers"),
+    [
+        (lambda: TABLE[PLACES], 24 + 24),
+        (lambda: TABLE.index_select(0, PLACES), 24 + 24),
+        (lambda: torch.nn.functional.embedding(PLACES, TABLE), 24 + 24),
+        (lambda: TABLE.gather(0, ROWS), 24 + 24),
+        (lambda: TABLE.scatter_add_(0, ROWS, VALUES), 24 + 24 + 24),
+        (lambda: TABLE.index_add_(0, PLACES, VALUES), 24 + 24 + 24),
+        (lambda: TABLE.index_put_((PLACES,), VALUES, True), 24 + 24 + 24),
+    ],
+)
+def test_a_kernel_that_uses_places_counts_what_it_touches(
+    run: Callable[[], Tensor], numbers: int
+) -> None:
+    with each_launches() as work:
+        run()
+    assert work.counts == {BYTES: 4 * numbers + 8 * 3}  # and the places, int64
+
+
+def test_what_is_overwritten_or_expanded_counts_once() -> None:
+    a, b = torch.randn(3, 5), torch.randn(3, 1).expand(3, 5)
+    with each_launches() as work:
+        a.zero_()
+    assert work.counts == {BYTES: 4 * 15}
+    with each_launches() as work:
+        a.copy_(b)
+    assert work.counts == {BYTES: 4 * (15 + 3)}
 
 
 def test_what_would_be_compiled_counts_as_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

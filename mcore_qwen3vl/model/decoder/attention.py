@@ -370,9 +370,9 @@ class TorchAttention(MegatronModule):
             pair = gather_from_sequence_parallel_region(pair, group=self.cp_group)
             key, value = pair.index_select(0, segments.key_rows).chunk(2, dim=-1)
         if packed and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-            output = self._attend_in_one_kernel(
-                query[:, 0], key[:, 0], value[:, 0], segments
-            ).unsqueeze(1)
+            # An index in place of `squeeze` has a backward that copies into zeros.
+            query, key, value = (x.squeeze(1) for x in (query, key, value))
+            output = self._attend_in_one_kernel(query, key, value, segments).unsqueeze(1)
         else:
             output = self._attend_by_segment(query, key, value, segments, attention_mask)
         output = output.flatten(2)  # (s, B, heads * D)
