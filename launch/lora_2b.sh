@@ -3,8 +3,10 @@
 # Qwen3-VL-2B, LoRA of the language model at 8k packed: one node of 8xH100-80GB.
 #
 # Layout: the model fits one GPU, so all eight GPUs are data parallel.
-# Memory of a GPU, rehearsed with the torch spec: 16.3 GB reserved of 81.6, 15.9 held (weights 4.3,
-# gradients 0.1, optimizer 0.0, logits and loss 0.8, the rest 10.7).
+# --keep-activations recomputes nothing: a step is modelled 5 % shorter. On a GPU with less memory, append
+# --no-keep-activations: 16.3 GB reserved.
+# Memory of a GPU, rehearsed with the torch spec: 24.1 GB reserved of 81.6, 23.4 held (weights 4.3,
+# gradients 0.1, optimizer 0.0, logits and loss 0.8, the rest 18.2).
 NODES=${NODES:-${SLURM_NNODES:-1}}
 HERE=$(dirname "${BASH_SOURCE[0]}")
 # sbatch runs a copy of this file. Slurm knows the path of the original.
@@ -12,5 +14,6 @@ HERE=$(dirname "${BASH_SOURCE[0]}")
 source "${LAUNCH_DIR:-$HERE}/common.sh" || exit 2
 
 train "${LORA[@]}" \
+    --keep-activations \
     --global-batch-size 64 \
     "${OPTIONAL[@]}" "$@"

@@ -95,7 +95,7 @@ def model_provider(
             pg_collection=pg_collection,
             vocab_size=compute.padded_vocab_size,
             recompute_vision=training.recompute_vision,
-            keep_activations=training.keep_activations,
+            keep_activations=bool(training.keep_activations),
             head_chunk=training.head_chunk,
             **fields_of_all,
         )

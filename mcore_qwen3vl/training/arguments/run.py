@@ -67,10 +67,10 @@ class TrainingSettings:
     """read the training data N times, each record once an epoch, in place of --train-iters"""
     loss: Name = "cross_entropy"
     """what is minimised; :func:`mcore_qwen3vl.losses.registry.help_of_loss` makes the help"""
-    keep_activations: bool = False
+    keep_activations: bool | None = None
     """keep the outputs of the decoder's norms, SwiGLU and rotary embedding for the backward pass
-    instead of recomputing them: more memory, a little less compute (always where activations are
-    offloaded)"""
+    instead of recomputing them: more memory, a little less compute (default: no, but always where
+    activations are offloaded)"""
     head_chunk: Annotated[int | None, Flag("TOKENS")] = None
     """tokens whose logits are in memory at a time, forward and backward (default: as many as take
     half a GiB)"""
