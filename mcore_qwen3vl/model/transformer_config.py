@@ -61,6 +61,11 @@ def transformer_config(
             "model has, and would drop them from checkpoints silently. Leave it True."
         )
     dtype = overrides.get("params_dtype", getattr(torch, architecture.dtype))
+    if overrides.get("fp32_residual_connection") and dtype != torch.float32:
+        raise BadInput(
+            "fp32_residual_connection: the norms of a model in half precision would give float32 "
+            "to products in half precision. Leave it out."
+        )
     fields = config_fields(architecture)
     fields |= {
         "activation_func": getattr(F, fields["activation_func"]),

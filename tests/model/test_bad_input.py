@@ -31,6 +31,10 @@ MOE = Architecture.from_hf(tiny_config(moe=True))
         ({"recompute_modules": ["core_attn", "layernorm"]}, "layernorm needs Transformer Engine"),
         ({"attention_dropout": 0.1}, "no attention dropout"),
         ({"qk_layernorm": False}, "drop them from checkpoints silently"),
+        (
+            {"fp32_residual_connection": True, "params_dtype": torch.bfloat16},
+            "products in half precision",
+        ),
         ({"cuda_graph_impl": "transformer_engine"}, "DeepStack out"),
         (
             {

@@ -52,7 +52,7 @@ _NOT_NEGATIVE = (
     *("weight_decay", "clip_grad", "adam_eps", "init_method_std", "embedding_init_method_std"),
     *("mtp_loss_scaling_factor", "bad_fraction_floor", "max_sample_seconds", "loss_scale"),
     *("min_loss_scale", "initial_loss_scale", "head_chunk", "wgrad_deferral_limit", "peak_tflops"),
-    *("cpu_offloading_num_layers", "distributed_timeout_seconds_after_init"),
+    *("cpu_offloading_num_layers", "distributed_timeout_seconds_after_init", "moe_z_loss_coeff"),
 )
 _BELOW_ONE = (
     *("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2", "sgd_momentum", "muon_momentum"),
@@ -66,7 +66,7 @@ _RULES: dict[str, _Rule] = {  # of a number that is none, no comparison holds
     **dict.fromkeys(_NOT_NEGATIVE, (lambda value: value >= 0, "at least 0")),
     **dict.fromkeys(_BELOW_ONE, (lambda value: 0 <= value < 1, "at least 0 and below 1")),
     **dict.fromkeys(_SHARES, (lambda value: 0 <= value <= 1, "from 0 to 1")),
-    "video_fps": (lambda value: value > 0, "above 0"),
+    **dict.fromkeys(("video_fps", "moe_input_jitter_eps"), (lambda value: value > 0, "above 0")),
 }
 
 _REFUSED: dict[tuple[str, str], str] = {

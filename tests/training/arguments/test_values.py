@@ -42,6 +42,7 @@ def check(flags: dict[str, str], *, spec: str = "torch", cpu: bool = True, **giv
         ({"adam_beta1": 1.0}, "--adam-beta1 is 1.0; it is at least 0 and below 1"),
         ({"optimizer_offload_fraction": 1.5}, "it is from 0 to 1"),
         ({"video_fps": 0.0}, "--video-fps is 0.0; it is above 0"),
+        ({"moe_input_jitter_eps": 0.0}, "--moe-input-jitter-eps is 0.0; it is above 0"),
         ({"exit_signal": signal.SIGKILL}, "--exit-signal SIGKILL: no process can catch it"),
         ({"rerun_mode": "report_stats"}, "--rerun-mode report_stats: Megatron does not know"),
         ({"non_persistent_save_interval": 3}, "add --non-persistent-ckpt-type global"),
