@@ -11,7 +11,7 @@ logits again, and gets them in one of three ways:
 - If the head is frozen, as with LoRA, it does not need them. The forward pass multiplies each
   chunk's probabilities by the head's rows at once. The gradient of a token's hidden state is that
   product times a number, which the backward pass knows.
-- If there is only one chunk, it is kept in the states' dtype.
+- While the device has room (:data:`LEFT_FREE`), chunks are kept in the states' dtype.
 - Otherwise they are computed again, which costs one more GEMM of the head.
 
 Ranks of a TP group hold different columns. Each rank reduces its own. Two all-reduces over all
@@ -65,6 +65,9 @@ label_module(__file__, "logits and loss")
 
 CHUNK_BYTES = 2**29
 """Size of the logits in one chunk: 0.5 GiB in the dtype in which they are reduced."""
+
+LEFT_FREE = 0.2
+"""Share of a GPU's memory that chunks of logits kept for the backward pass leave free."""
 
 
 def token_log_probs(
@@ -191,8 +194,9 @@ class _TokenLogProbs(torch.autograd.Function):
         lowest = torch.finfo(torch.float32).min
         maximum = hidden.new_full((len(hidden),), lowest, dtype=torch.float32)
         sums = hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
-        runs, ctx.kept = columns.chunks(len(hidden), _size_of_logit(hidden)), None
-        for rows in runs:
+        room = _room(hidden.device) if differentiable and not mixtures else 0
+        kept: dict[int, Tensor] = {}
+        for rows in columns.chunks(len(hidden), _size_of_logit(hidden)):
             logits = columns.products(terms, rows)
             reduce_logits(logits, local[rows], temperature, maximum[rows], sums[:, rows], entropy)
             if mixtures:
@@ -203,12 +207,13 @@ class _TokenLogProbs(torch.autograd.Function):
                 for mixture, (_, weight) in zip(mixtures, terms, strict=True):
                     if mixture is not None:
                         add_product(mixture[rows], logits, weight[: columns.count])
-            elif differentiable and len(runs) == 1:
-                ctx.kept = logits
+            elif logits.nbytes <= room:
+                kept[rows.start] = logits
+                room -= logits.nbytes
             del logits  # before the next chunk's are computed
         sums[1].masked_fill_(~ours, 0.0)
         total, target, entropies = _combine_over_ranks(maximum, sums, columns.group)
-        ctx.columns, ctx.temperature = columns, temperature
+        ctx.columns, ctx.temperature, ctx.kept = columns, temperature, kept
         ctx.with_entropy, ctx.is_mixed = entropy, bool(mixtures)
         ctx.save_for_backward(local, ours, total, target, entropies, maximum, *sides, *mixtures)
         return target - total, entropies if entropy else None
@@ -238,8 +243,9 @@ class _TokenLogProbs(torch.autograd.Function):
             TermGradient(x, w, *of_term) for (x, w), of_term in zip(terms, wanted, strict=True)
         ]
         for rows in columns.chunks(len(local), _size_of_logit(rest[0])):
-            logits = columns.products(terms, rows) if ctx.kept is None else ctx.kept
-            ctx.kept = None  # the gradient takes its place
+            logits = ctx.kept.pop(rows.start, None)  # the gradient takes its place
+            if logits is None:
+                logits = columns.products(terms, rows)
             numbers = [total[rows], of_log_probs[rows], of_target[rows]]
             if of_entropies is not None:
                 numbers += [of_entropies[rows], entropies[rows]]
@@ -268,6 +274,18 @@ def _of_states(
     gradient = mixture * -of_others[:, None]
     gradient.addcmul_(weight.index_select(0, local), of_target[:, None])
     return gradient.to(states.dtype)
+
+
+def _room(device: torch.device) -> int:
+    """Return how many bytes of logits may be kept for the backward pass.
+
+    Results do not depend on it: a chunk that is computed again is the same.
+    """
+    if device.type != "cuda":
+        return CHUNK_BYTES
+    free, total = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + cached - int(LEFT_FREE * total)
 
 
 def _size_of_logit(states: Tensor) -> int:

@@ -152,28 +152,30 @@ def test_without_entropy_the_log_probs_and_their_gradients_are_the_same(chunk: i
 
 
 @pytest.mark.parametrize(
-    ("entropy", "frozen", "chunks", "times"),
+    ("entropy", "frozen", "room", "times"),
     [
-        (False, False, 1, 1),
-        (True, False, 1, 1),
-        (True, True, 1, 1),
-        (False, True, 2, 1),
-        (False, False, 2, 2),
-        (True, True, 2, 2),
+        (False, False, 2, 1),
+        (True, False, 2, 1),
+        (True, True, 2, 1),
+        (False, True, 0, 1),
+        (False, False, 0, 2),
+        (True, True, 0, 2),
     ],
 )
 def test_logits_are_computed_again_only_where_they_must_be(
-    entropy: bool, frozen: bool, chunks: int, times: int, monkeypatch: pytest.MonkeyPatch
+    entropy: bool, frozen: bool, room: int, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`room` is for one of the two chunks, or for both; results do not depend on it."""
     given, computed, right = inputs(), [], expected(inputs(), 1.0, entropy)
     products, tokens = head.Columns.products, LENGTH * BATCH
     monkeypatch.setattr(head.Columns, "products", lambda *a: (computed.append(1), products(*a))[1])
+    monkeypatch.setattr(head, "_room", lambda _: room * tokens // 2 * VOCABULARY * 4)
     hidden, weight = given.hidden.requires_grad_(), given.weight.requires_grad_(not frozen)
-    columns = Columns(0, VOCABULARY, chunk=tokens // chunks)
+    columns = Columns(0, VOCABULARY, chunk=tokens // 2)
     found, entropies = token_log_probs(hidden, weight, given.targets, columns, entropy=entropy)
     outputs = [found] if entropies is None else [found, entropies]
     torch.autograd.backward(outputs, [given.of_log_probs, given.of_entropy][: len(outputs)])
-    assert len(computed) == chunks * times
+    assert len(computed) == 2 * times
     assert hidden.grad is not None
     check(hidden.grad, right["hidden"])
     if frozen:
@@ -181,6 +183,18 @@ def test_logits_are_computed_again_only_where_they_must_be(
     else:
         assert weight.grad is not None
         check(weight.grad, right["weight"])
+
+
+def test_nothing_is_kept_where_no_gradient_can_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(head, "_room", lambda device: (asked.append(device), 0)[1])
+    given = inputs()
+    with torch.no_grad():
+        token_log_probs(given.hidden, given.weight.requires_grad_(), given.targets, Columns(0, 37))
+    token_log_probs(given.hidden, given.weight.detach(), given.targets, Columns(0, 37))
+    assert not asked
 
 
 def _of_frozen_head(layout: Layout, chunk: int | None, temperature: float) -> list[Tensor]:

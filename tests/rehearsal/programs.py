@@ -124,8 +124,13 @@ def head_gradient(tokens: int, width: int, columns: int) -> list[str]:
     return [name for name in names if "empty" not in name]
 
 
-def head_costs(tokens: int, width: int, columns: int, chunks: int, frozen: bool) -> dict[str, int]:
-    """Return what the log-probabilities of bf16 states cost, with their gradients."""
+def head_costs(
+    tokens: int, width: int, columns: int, chunks: int, frozen: bool, gib: float
+) -> dict[str, int]:
+    """Return what the log-probabilities of bf16 states cost, with their gradients.
+
+    The GPU has `gib` GiB, of which the context takes 0.6.
+    """
     from mcore_qwen3vl.model.head import Columns, token_log_probs
     from mcore_qwen3vl.simulated_gpu import rank
 
@@ -133,6 +138,8 @@ def head_costs(tokens: int, width: int, columns: int, chunks: int, frozen: bool)
         found, _ = token_log_probs(hidden, weight, targets, Columns(0, columns, tokens // chunks))
         found.backward(torch.ones_like(found))
 
+    assert rank.current is not None
+    rank.current.device.set_memory(gib)
     on: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     weight = torch.zeros(columns, width, **on).requires_grad_(not frozen)
     weight.main_grad = torch.zeros(columns, width, device="cuda")  # type: ignore[attr-defined]
@@ -140,7 +147,6 @@ def head_costs(tokens: int, width: int, columns: int, chunks: int, frozen: bool)
     hidden = torch.zeros(tokens, 1, width, **on).requires_grad_()
     targets = torch.zeros(1, tokens, dtype=torch.int64, device="cuda")
     step()  # builds the kernels
-    assert rank.current is not None
     before = rank.current.tally()
     step()
     after = rank.current.tally()

@@ -51,7 +51,7 @@ ROLES = {
     "2B, 4 layers": Role(
         "sft_2b",
         ("--global-batch-size", "8"),
-        9.14e9,
+        11.09e9,
         667_543_552,
         {"layers": 4, "vision_blocks": 4},
     ),
