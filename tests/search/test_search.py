@@ -245,6 +245,36 @@ def test_the_plain_loop_knows_losses_that_need_more(flags: tuple[Flag, ...], ben
     assert "plain_loop" in outcome.judged_by
 
 
+BALANCED = (("--moe-aux-loss-coeff", "0.6"), ("--moe-z-loss-coeff", "0.05"))
+SAMPLES = ("--moe-router-load-balancing-type", "seq_aux_loss")
+OF_ROUTERS = {
+    "micro-batches": ("single", (*BALANCED, ("--micro-batch-size", "2"))),
+    "samples": ("ep2xdp2", (*BALANCED, SAMPLES, ("--micro-batch-size", "2"))),
+    "packs": ("tp2+sp", (*BALANCED, ("--packing",))),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "flags"), OF_ROUTERS.values(), ids=OF_ROUTERS)
+@pytest.mark.parametrize("family", ["qwen3-vl", "qwen3.5"])
+def test_the_plain_loop_knows_what_routers_balance(
+    layout: str,
+    flags: tuple[Flag, ...],
+    family: str,
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    makers = (records.one_image, records.several_turns, records.weights)
+    lines = records.lines(Random(5), makers, 8, False)
+    case = Case(("--family", family, "--moe"), lines, flags, layout, batch=4)
+    outcome, verdict = oracles.judge(case, bench, (oracles.plain_loop,))
+    assert (verdict, outcome.judged_by) == (None, ["plain_loop"])
+    monkeypatch.setattr(oracles, "_balancing", lambda *_: 0.3)
+    _, verdict = oracles.judge(case, bench, (oracles.plain_loop,))
+    assert verdict is not None
+    assert "grad norm" in verdict.text
+
+
 @pytest.mark.slow
 def test_a_run_that_is_refused_at_its_resume_alone_is_wrong(
     bench: Bench, monkeypatch: pytest.MonkeyPatch

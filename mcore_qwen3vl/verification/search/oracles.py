@@ -257,6 +257,7 @@ _LOGGED = {
 }  # fmt: skip
 _BETAS = {"dpo": (0.1, 0.0), "simpo": (2.0, 1.0), "orpo": (0.1, 0.0), "kto": (0.1, 0.0)}
 """The documented defaults of beta and gamma."""
+_BALANCED = ("aux_loss", "seq_aux_loss", "none")
 _KNOWN = {
     "--lr", "--adam-beta1", "--adam-beta2", "--adam-eps", "--weight-decay", "--clip-grad",
     "--loss", "--task", "--packing", "--no-balance", "--no-shuffle", "--seed", "--micro-batch-size",
@@ -264,7 +265,8 @@ _KNOWN = {
     "--max-bad-fraction", "--moe-aux-loss-coeff", "--fp32", "--use-distributed-optimizer",
     "--packing-buffer", "--vision-lr-mult", "--aligner-lr-mult", "--lr-decay-style", "--min-lr",
     "--lr-warmup-iters", "--log-interval", "--reference", "--beta", "--simpo-gamma", "--lora-init",
-    "--teacher", "--desirable-weight", "--undesirable-weight", "--answers",
+    "--teacher", "--desirable-weight", "--undesirable-weight", "--answers", "--moe-z-loss-coeff",
+    "--moe-router-load-balancing-type",
 }  # fmt: skip
 """Flags that the plain loop knows, or that decide only which samples come when."""
 
@@ -276,12 +278,12 @@ def plain_loop(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     if (recipe := _recipe(case, outcome, bench)) is None:
         return None
     named, sizes = case.by_name, _sequences(case)
-    steps: list[list[dict[str, Any]]] = []
+    steps: list[list[plain.Drawn]] = []
     for step in sorted(outcome.log):
         steps.append([])
         sequences = iter(outcome.samples.get(step, ()))
         for sample in sequences:
-            steps[-1].append(named[sample.name])
+            steps[-1].append(plain.Drawn(named[sample.name], sample.micro_batch))
             for _ in range(sizes[sample.name] - 1):
                 next(sequences)  # the others of a record have its name, too
     if not all(steps):
@@ -314,14 +316,19 @@ def _recipe(case: Case, outcome: Outcome, bench: Bench) -> plain.Recipe | None:
             return None
     loss = case.value("--task") or case.value("--loss", "cross_entropy")
     style = case.value("--lr-decay-style")
-    of_tokens = (*TOKEN_LOSSES, "distill")  # the others have no balancing loss
-    if case.is_moe and loss in of_tokens and float(case.value("--moe-aux-loss-coeff", "1")):
-        return None
     if loss == "kto" and case.has("--packing"):
         return None  # the records of a pack exchange their answers, and packs are not noted
     if loss not in (*TOKEN_LOSSES, *_LOGGED) or cuts_records(case):
         return None
     if style not in ("constant", "linear", "cosine"):
+        return None
+    if case.is_moe and case.value("--moe-router-load-balancing-type", "aux_loss") not in _BALANCED:
+        return None
+    balancing, z_loss = (
+        _balancing(case, outcome.model),
+        float(case.value("--moe-z-loss-coeff", "0")),
+    )
+    if case.is_moe and (balancing or z_loss) and loss not in (*TOKEN_LOSSES, "distill"):
         return None
     if case.has("--num-epochs") and style != "constant":
         return None  # the schedule's length is not in the case
@@ -347,9 +354,22 @@ def _recipe(case: Case, outcome: Outcome, bench: Bench) -> plain.Recipe | None:
         wanted=float(value("--desirable-weight", "1")),
         unwanted=float(value("--undesirable-weight", "1")),
         answers=_answers(case),
+        balancing=balancing,
+        z_loss=z_loss,
+        balances_samples=value("--moe-router-load-balancing-type") == "seq_aux_loss",
         teacher=bench.other_model(case) if loss == "distill" else None,
         adapter=outcome.folder / "adapter" if case.has("--lora-init") else None,
     )
+
+
+def _balancing(case: Case, model: Path) -> float:
+    """Return the coefficient of the routers' balancing loss, which only token losses have alone."""
+    loss = case.value("--task") or case.value("--loss", "cross_entropy")
+    if not case.is_moe or case.value("--moe-router-load-balancing-type") == "none":
+        return 0.0
+    if case.has("--moe-aux-loss-coeff"):
+        return float(case.value("--moe-aux-loss-coeff"))
+    return plain.router_coefficient(model) if loss in (*TOKEN_LOSSES, "distill") else 0.0
 
 
 def tokens(case: Case, outcome: Outcome, bench: Bench) -> str | None:

@@ -9,6 +9,7 @@ import copy
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,8 @@ class Recipe:
         answers: the words, one token each, of a relevant and of another document.
         teacher: the model that ``distill`` learns from.
         adapter: a PEFT adapter, which alone trains.
+        balancing, z_loss: coefficients of the routers' losses.
+        balances_samples: whether each sample is balanced by itself, and not each micro-batch.
     """
 
     loss: str = "cross_entropy"
@@ -234,6 +237,9 @@ class Recipe:
     answers: tuple[str, str] = ("yes", "no")
     teacher: Path | None = None
     adapter: Path | None = None
+    balancing: float = 0.0
+    z_loss: float = 0.0
+    balances_samples: bool = False
 
     def rate(self, done: int) -> float:
         """Return the rate after so many steps."""
@@ -255,9 +261,17 @@ def part_of(name: str) -> str:
     return "aligner" if "merger" in name else "vision"
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """A record of a step, and the number of its micro-batch there."""
+
+    record: Mapping[str, Any]
+    micro_batch: int
+
+
 def train(
     model_folder: Path,
-    steps: Sequence[Sequence[Mapping[str, Any]]],
+    steps: Sequence[Sequence[Drawn]],
     folder: Path,
     recipe: Recipe,
 ) -> list[dict[str, float]]:
@@ -285,11 +299,11 @@ def train(
     found = []
     for one in named.values():
         one.grad = torch.zeros_like(one)  # a step without a picture steps the tower, too
-    for done, records in enumerate(steps):
-        samples = [encode_all(processor, record, folder, recipe.loss) for record in records]
+    for done, drawn in enumerate(steps):
+        samples = [encode_all(processor, one.record, folder, recipe.loss) for one in drawn]
         optimizer.zero_grad(set_to_none=False)
         total = 0.0
-        for loss in _losses_of_step(model, reference, records, samples, recipe, words):
+        for loss in _losses_of_step(model, reference, drawn, samples, recipe, words):
             loss.backward()
             total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(named.values(), recipe.clip or math.inf)
@@ -305,7 +319,7 @@ def train(
 def _losses_of_step(
     model: Any,
     reference: Any,
-    records: Sequence[Mapping[str, Any]],
+    drawn: Sequence[Drawn],
     samples: Sequence[Sequence[Encoded]],
     recipe: Recipe,
     words: Sequence[int],
@@ -315,15 +329,69 @@ def _losses_of_step(
         yield _contrastive_loss(model, samples)
         return
     if recipe.loss == "kto":
-        labels = [bool(record["label"]) for record in records]
+        labels = [bool(one.record["label"]) for one in drawn]
         yield from _labelled_losses(model, reference, [one for (one,) in samples], labels, recipe)
         return
     if recipe.loss == "reranker":
         yield from _ranking_losses(model, samples, words)
         return
     whole = sum(_divisor(some, recipe.loss) for some in samples)
-    for some in samples:
-        yield _sum_of(model, reference, some, recipe) / whole
+    numbers = [one.micro_batch for one in drawn]
+    for number in sorted(set(numbers)):
+        micro = [some for one, some in zip(numbers, samples, strict=True) if one == number]
+        with _router_logits(model) as routed:
+            losses = [_sum_of(model, reference, some, recipe) for some in micro]
+        of_routers = torch.zeros(())
+        for logits in routed.values():
+            of_routers = of_routers + _router_loss(model, logits, recipe)
+        # They have gradients, and are no part of the loss that is logged.
+        yield (torch.stack(losses).sum() + of_routers - of_routers.detach()) / whole
+
+
+@contextmanager
+def _router_logits(model: Any) -> Iterator[dict[str, list[Tensor]]]:
+    """Collect the logits (S, E) of each router for each sequence that the model gets inside."""
+    found: dict[str, list[Tensor]] = {}
+
+    def listen(name: str, router: Any) -> Any:
+        def note(_: Any, __: Any, output: Any) -> None:
+            found.setdefault(name, []).append(output[0])
+
+        return router.register_forward_hook(note)
+
+    named = model.named_modules()
+    hooks = [listen(name, one) for name, one in named if type(one).__name__.endswith("TopKRouter")]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _router_loss(model: Any, logits: Sequence[Tensor], recipe: Recipe) -> Tensor:
+    """Return the losses of a layer's router over sequences, weighted by their tokens.
+
+    The balancing loss is that of the Switch Transformer (Fedus et al., 2021): the experts' number
+    times the mean over experts of their share of choices times their mean probability. The z-loss
+    is the mean of the squared logsumexp (Zoph et al., 2022).
+    """
+    groups = logits if recipe.balances_samples else [torch.cat(list(logits))]
+    taken = model.config.get_text_config().num_experts_per_tok
+    total = torch.zeros(())
+    for some in groups:
+        experts = some.shape[-1]
+        chosen = F.one_hot(some.topk(taken).indices, experts).sum(1).float().mean(0) / taken
+        balance = experts * (chosen * some.softmax(-1).mean(0)).sum()
+        z_loss = some.logsumexp(-1).square().mean()
+        total = total + len(some) * (recipe.balancing * balance + recipe.z_loss * z_loss)
+    return total
+
+
+def router_coefficient(model_folder: Path) -> float:
+    """Return the coefficient of the balancing loss in a model's config."""
+    from transformers import AutoConfig
+
+    return float(AutoConfig.from_pretrained(model_folder).get_text_config().router_aux_loss_coef)
 
 
 def _contrastive_loss(model: Any, samples: Sequence[Sequence[Encoded]]) -> Tensor:

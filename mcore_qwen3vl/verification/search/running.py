@@ -67,6 +67,8 @@ class TrainedSample:
     tokens: tuple[int, ...]
     weights: tuple[float, ...]
     """Of each token: the weight of its loss, 0 if it is not trained."""
+    micro_batch: int = 0
+    """The number of its micro-batch in the step, over all data-parallel ranks."""
 
 
 @dataclass
@@ -427,9 +429,11 @@ def _samples(notes: Path) -> dict[int, list[TrainedSample]]:
     found: dict[int, list[TrainedSample]] = {}
     for file in sorted(notes.glob("rank*.jsonl")):
         for step, batches in map(json.loads, file.read_text("utf-8").splitlines()):
-            found.setdefault(step, []).extend(
-                TrainedSample(name.rsplit("/", 1)[-1], tuple(tokens), tuple(weights))
-                for batch in batches
+            samples = found.setdefault(step, [])
+            first = samples[-1].micro_batch + 1 if samples else 0
+            samples.extend(
+                TrainedSample(name.rsplit("/", 1)[-1], tuple(tokens), tuple(weights), number)
+                for number, batch in enumerate(batches, first)
                 for name, tokens, weights in batch
             )
     return found
