@@ -343,13 +343,19 @@ class Rehearser(ExitStack):
         self._bench = self.enter_context(bench)
 
     def rehearse(
-        self, command: Command, *, stop_at_failure: bool = False, what: str = ""
+        self,
+        command: Command,
+        *,
+        stop_at_failure: bool = False,
+        what: str = "",
+        routing: Routing | None = None,
     ) -> Rehearsal:
         """Rehearse all chosen roles of a run.
 
         Args:
             stop_at_failure: leave out the other roles once one has failed.
             what: text before the role's name in lines of progress.
+            routing: of the experts; None: that of the options.
 
         Raises:
             BadInput: the command, its layout, its model or its data cannot be used.
@@ -368,7 +374,8 @@ class Rehearser(ExitStack):
         )
         for number, role in enumerate(roles):
             place = f"{what}{role.name} ({number + 1} of {len(roles)}), rank {role.rank}"
-            rehearsal.outcomes.append(self._rehearse_role(prepared, role, place))
+            outcome = self._rehearse_role(prepared, role, place, routing or self.options.routing)
+            rehearsal.outcomes.append(outcome)
             if stop_at_failure and not rehearsal.fits:
                 break
         # The pipeline is modelled from all roles, so not if `options.roles` left some out.
@@ -397,7 +404,9 @@ class Rehearser(ExitStack):
         group, dp = command.micro_batch_group, command.layout.dp
         return model.step(ranks, command.micro_batches, group, command.gpus, dp)
 
-    def _rehearse_role(self, prepared: Command, role: Role, what: str) -> RoleOutcome:
+    def _rehearse_role(
+        self, prepared: Command, role: Role, what: str, routing: Routing
+    ) -> RoleOutcome:
         device = self.options.device(prepared)
         started = time.monotonic()
         progress = self._folder / "progress"
@@ -408,7 +417,7 @@ class Rehearser(ExitStack):
                     *(_ON_RANK, list(prepared.flags), progress),
                     rank=role.rank,
                     world_size=prepared.gpus,
-                    routing=self.options.routing,
+                    routing=routing,
                     memory_gib=device.memory_gib,
                     context_gib=device.allowance_gib,
                 )

@@ -71,23 +71,27 @@ def print_fits(fits: Sequence[Fit], command: Command) -> None:
     """Print the rehearsed layouts."""
     mark = ", as given" if command.script is None else ", this script"
     planned = any(fit.rehearsal.tokens is not None for fit in fits)
+    skewed = any(fit.skewed is not None for fit in fits)
     rows = [
         (
             console.plain(str(fit.candidate.command.layout)) + mark * fit.candidate.is_requested,
             in_gb(fit.rehearsal.fullest.peak),
             in_gb(fit.rehearsal.fullest.reserved),
             _spare_text(fit.rehearsal.fullest, 1e9),
+            *(["" if fit.skewed is None else in_gb(fit.skewed.fullest.reserved)] if skewed else []),
             "" if fit.seconds is None else f"{fit.seconds:.3g}",
             *([_days(fit)] if planned else []),
             "[green]fits[/]" if fit.good else "[red]no[/]",
-            console.plain(" ".join(fit.candidate.flags) if fit.good else fit.rehearsal.verdict),
+            console.plain(" ".join(fit.candidate.flags) if fit.good else fit.verdict),
         )
         for fit in fits
     ]
     _print_table(
         f"Layouts on {command.gpus} GPUs: GB of the fullest role, rehearsed; seconds of a step, "
         "modelled",
-        *("layout", ">held", ">reserved", ">left", ">s a step"),
+        *("layout", ">held", ">reserved", ">left"),
+        *([">skewed"] if skewed else []),
+        ">s a step",
         *([">days"] if planned else []),
         *("", "append"),
         rows=rows,

@@ -51,15 +51,28 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Fit:
-    """A candidate and its rehearsal."""
+    """A candidate and its rehearsal.
+
+    Attributes:
+        skewed: the rehearsal of a model with experts again, with skewed routing, if it fits with a
+            balanced one.
+    """
 
     candidate: Candidate
     rehearsal: Rehearsal
+    skewed: Rehearsal | None = None
 
     @property
     def good(self) -> bool:
-        """Whether it fits, with memory to spare on every role."""
-        return self.rehearsal.fits and not any(outcome.tight for outcome in self.rehearsal.outcomes)
+        """Whether it fits, with memory to spare on every role, and under skewed routing at all."""
+        return has_room(self.rehearsal) and (self.skewed is None or self.skewed.fits)
+
+    @property
+    def verdict(self) -> str:
+        """The result in one sentence."""
+        if self.skewed is None or self.skewed.fits:
+            return self.rehearsal.verdict
+        return f"{self.skewed.verdict} with --routing skewed"
 
     @property
     def seconds(self) -> float | None:
@@ -74,19 +87,26 @@ class Fit:
             "own": self.candidate.is_requested,
             "flags": list(self.candidate.flags),
             "fits": self.good,
-            "verdict": self.rehearsal.verdict,
+            "verdict": self.verdict,
             "peak (measured)": self.rehearsal.fullest.peak,
             "reserved (measured)": self.rehearsal.fullest.reserved,
+            "reserved with skewed routing (measured)": self.skewed and self.skewed.fullest.reserved,
             "usable": self.rehearsal.fullest.usable,
             "seconds a step (modelled)": self.seconds,
             "training (modelled)": training and asdict(training),
         }
 
 
+def has_room(rehearsal: Rehearsal) -> bool:
+    """Return whether a run fits, with memory to spare on every role."""
+    return rehearsal.fits and not any(outcome.tight for outcome in rehearsal.outcomes)
+
+
 def search(rehearser: Rehearser, command: Command, architecture: Architecture) -> list[Fit]:
     """Rehearse candidates, the fastest first, until three fit with memory to spare.
 
-    The run's own layout is rehearsed in any case, if it is valid on these GPUs.
+    The run's own layout is rehearsed in any case, if it is valid on these GPUs. One of a model with
+    experts has to fit with skewed routing too, which training may come to.
 
     Returns:
         All rehearsed candidates: those that fit first, then the others, each by the modelled step.
@@ -117,10 +137,17 @@ def search(rehearser: Rehearser, command: Command, architecture: Architecture) -
         done = number >= TRIED or sum(fit.good for fit in tried) >= WANTED
         if done and not candidate.is_requested:
             continue
-        rehearsal = rehearser.rehearse(
-            candidate.command, stop_at_failure=True, what=f"{candidate.command.layout}, "
-        )
-        tried.append(Fit(candidate, rehearsal))
+        what = f"{candidate.command.layout}, "
+        rehearsal = rehearser.rehearse(candidate.command, stop_at_failure=True, what=what)
+        skewed = None
+        if architecture.is_moe and rehearser.options.routing != "skewed" and has_room(rehearsal):
+            skewed = rehearser.rehearse(
+                candidate.command,
+                stop_at_failure=True,
+                what=f"{what}skewed routing, ",
+                routing="skewed",
+            )
+        tried.append(Fit(candidate, rehearsal, skewed))
     return sorted(tried, key=lambda fit: (not fit.good, fit.seconds or inf))
 
 

@@ -194,6 +194,37 @@ def test_a_gpu_smaller_than_its_context_takes_no_layout() -> None:
         search_module.search(rehearser, command, DENSE)
 
 
+@pytest.mark.parametrize(
+    ("model", "routing", "twice"),
+    [("30b_a3b", "uniform", True), ("30b_a3b", "skewed", False), ("8b", "uniform", False)],
+)
+def test_a_layout_of_experts_has_to_fit_with_skewed_routing_too(
+    model: str, routing: Any, twice: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = Command(("--hf-model", str(PUBLISHED / f"{model}.json")), 16)
+    monkeypatch.setattr(search_module, "memory_of_stages", lambda *a: [SimpleNamespace(total=0)])
+    tried: list[tuple[str, str | None]] = []
+
+    def rehearse(candidate: Command, *, routing: str | None = None, **_: Any) -> Any:
+        tried.append((str(candidate.layout), routing))
+        fits = routing is None or len(tried) > 2  # the first layout runs out of memory when skewed
+        step = SimpleNamespace(seconds=float(len(tried)))
+        words = "fits" if fits else "does not fit: first runs out of memory"
+        return SimpleNamespace(fits=fits, outcomes=[], step=step, verdict=words)
+
+    rehearser: Any = SimpleNamespace(options=Options(H100, routing=routing), rehearse=rehearse)
+    found = search_module.search(rehearser, command, command.line.architecture)
+    good = [fit for fit in found if fit.good]
+    assert len(good) >= search_module.WANTED
+    assert [how for _, how in tried[:4]] == ([None, "skewed"] * 2 if twice else [None] * 4)
+    if twice:
+        assert tried[0][0] == tried[1][0]
+        (first,) = (fit for fit in found if not fit.good)
+        assert str(first.candidate.command.layout) == tried[0][0]
+        assert first.verdict == "does not fit: first runs out of memory with --routing skewed"
+        assert all(fit.skewed is not None for fit in good)
+
+
 def test_a_run_that_takes_no_layout() -> None:
     assert (
         list(candidates(Command(("--hf-model", str(PUBLISHED / "8b.json")), 3), DENSE, H100, IDEAL))
