@@ -30,6 +30,7 @@ FOREIGN = {
     "megatron-core": {"--ckpt-format"},
     "gpt_hybrid_conversion": {"--direction"},
     "launch": {"--dry-run"},
+    "lmms-eval": {"--gen_kwargs", "--include_path", "--model_args"},
     "sbatch": {
         *("--array", "--dependency", "--nodes", "--gpus-per-node", "--signal", "--requeue"),
     },
@@ -107,7 +108,7 @@ def test_flags_in_prose_exist(page, training_flags):
     known |= training_flags.union(
         *FOREIGN.values(), *(one._option_string_actions for one in others)
     )
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", prose(page)))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]+", prose(page)))
     assert named <= known, sorted(named - known)
 
 
