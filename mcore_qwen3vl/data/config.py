@@ -99,6 +99,20 @@ def _set_size(processor: Any, kind: str, least: int | None, *most: int | None) -
     processor.size = type(processor.size)(shortest_edge=lower, longest_edge=upper)
 
 
+LEAST_PACKING_BUFFER = 128
+"""The default of ``--packing-buffer`` for packs of up to 8,192 tokens, and in earlier versions of
+all."""
+
+
+def default_packing_buffer(seq_length: int) -> int:
+    """Return the samples of a buffer that fills as many long packs as short ones.
+
+    They are sorted into rows of nearly equal work: with few packs, the last of a row is much
+    smaller than its first, for which all ranks wait.
+    """
+    return max(LEAST_PACKING_BUFFER, LEAST_PACKING_BUFFER * seq_length // 8192)
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Settings for turning samples into batches; the docstring of a field is its flag's help."""
@@ -117,9 +131,9 @@ class DataConfig:
     overlong: Literal["drop", "truncate"] = "drop"
     """samples longer than --seq-length are left out, or their tail is cut, but never inside an
     image"""
-    packing_buffer: int = 128
+    packing_buffer: int | None = None
     """number of samples among which the packer chooses; with --balance, for each data-parallel
-    rank"""
+    rank; default: 128 for packs of up to 8192 tokens, and in proportion more for longer ones"""
     balance: bool = False
     """make packs of equal work for all data-parallel ranks; measures every sample once, before
     training; default: with --packing, except for preference losses and --task, where each rank
@@ -166,7 +180,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         if self.seq_length < 1 or self.micro_batch_size < 1 or self.length_multiple < 1:
             raise BadInput("seq_length, micro_batch_size and length_multiple must be positive.")
-        if self.packing_buffer < 1:
+        if self.packing_buffer is not None and self.packing_buffer < 1:
             raise BadInput(f"--packing-buffer is {self.packing_buffer}; it must be at least 1.")
         if not self.max_sample_seconds >= 0:
             raise BadInput(
@@ -203,6 +217,11 @@ class DataConfig:
                 f"--max-decoded-pixels is {self.max_decoded_pixels:,}; it must be above 0, and at "
                 f"most {_PIL_DECODES:,}, since PIL decodes no larger image."
             )
+
+    @property
+    def buffer(self) -> int:
+        """The number of samples among which the packer chooses."""
+        return self.packing_buffer or default_packing_buffer(self.seq_length)
 
     def padded(self, *lengths: int) -> int:
         """Return the sum of the lengths, each rounded up to a multiple of `length_multiple`."""

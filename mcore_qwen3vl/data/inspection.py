@@ -446,7 +446,7 @@ class Fold:
 
 def _measure_packing(report: DataReport, config: DataConfig) -> None:
     """Pack the samples in their order, buffer by buffer, and note how full the sequences are."""
-    size = config.packing_buffer
+    size = config.buffer
     for start in range(0, len(report.tokens), size):
         lengths = [config.padded(length) for length in report.tokens[start : start + size]]
         report.packed_sequences += len(best_fit(lengths, config.seq_length))
@@ -468,10 +468,10 @@ def _measure_balance(
     """
     random = np.random.default_rng(0)
     count = len(report.sizes)
-    epochs = math.ceil(_BUFFERS * ranks * config.packing_buffer / count)
+    epochs = math.ceil(_BUFFERS * ranks * config.buffer / count)
     sizes = [report.sizes[i] for _ in range(epochs) for i in random.permutation(count)]
     load = Workload(architecture, sizes, config.seq_length)
-    layout = config.seq_length, ranks, config.packing_buffer
+    layout = config.seq_length, ranks, config.buffer
     ways = {
         "by length": pack_by_length(load.lengths, *layout),
         "by work": pack_by_work(load.lengths, load.extra, *layout, micro_batches),

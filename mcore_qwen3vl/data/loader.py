@@ -383,7 +383,7 @@ class Loader(Iterator[Batch]):
         self._end = end = self._position_after_epochs(self._epochs)
         if not config.packing:
             return self._block_batches(order, end=end)
-        buffer = config.packing_buffer * (workers.world_size if config.balance else 1)
+        buffer = config.buffer * (workers.world_size if config.balance else 1)
         if end is not None and not config.balance:
             raise BadInput(
                 "--num-epochs with --packing needs --balance: otherwise nobody knows how many "
@@ -547,7 +547,7 @@ class Loader(Iterator[Batch]):
             encoder.require_usable()
         else:
             encoder.parts = [Part(dataset.dataset) for dataset in as_one]
-        buffer = config.packing_buffer * (ranks if config.balance else 1)
+        buffer = config.buffer * (ranks if config.balance else 1)
         dataset = encoder.build_train_datasets(
             datasets=datasets,
             blend_mode=blend_mode,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mcore_qwen3vl.console import counted
 from mcore_qwen3vl.converters.identify import identify
+from mcore_qwen3vl.data.config import LEAST_PACKING_BUFFER
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.losses.loss import Loss
 from mcore_qwen3vl.losses.registry import kind_of, refuse_other_losses_flags
@@ -361,7 +362,13 @@ class Kept:
                 f"micro-batch {micro_batch_size}, add {' '.join(flags)}."
             )
         batch = {} if self.batch is None else {"global_batch_size": self.batch}
-        return {"num_workers": workers, **batch}
+        return {"num_workers": workers, "packing_buffer": self._packing_buffer, **batch}
+
+    @property
+    def _packing_buffer(self) -> int:
+        """The samples among which the packs of the run were chosen."""
+        # Versions whose default did not grow with the length of a pack recorded it, or nothing.
+        return self.record.value("packs", "packing_buffer") or LEAST_PACKING_BUFFER
 
     def _describe_run(self) -> str:
         """Say, as the beginning of a message, what the resumed run was saved by."""

@@ -6,13 +6,13 @@ The defaults are for arguments that the command line leaves out and Megatron has
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.config import HFConfig
-from mcore_qwen3vl.data.config import DataConfig, MediaLimits
+from mcore_qwen3vl.data.config import DataConfig, MediaLimits, default_packing_buffer
 from mcore_qwen3vl.flags import add_flags
 from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.losses.loss import Loss
@@ -146,15 +146,17 @@ def kernel_defaults(spec: str, *, cpu: bool) -> dict[str, Any]:
 
 
 def run_defaults(
-    architecture: Architecture, explicit: Collection[str], *, cpu: bool
+    architecture: Architecture, explicit: Mapping[str, Any], *, cpu: bool
 ) -> dict[str, Any]:
     """Return the default of each argument not in `explicit`, by ``dest`` name.
 
     :func:`statement_of_defaults` reports them to the user.
     """
+    seq_length = min(SEQ_LENGTH, architecture.max_position_embeddings)
     defaults: dict[str, Any] = {
         "micro_batch_size": 1,
-        "seq_length": min(SEQ_LENGTH, architecture.max_position_embeddings),
+        "seq_length": seq_length,
+        "packing_buffer": default_packing_buffer(explicit.get("seq_length", seq_length)),
         "lr": ScheduleSettings.lr,
         "log_interval": 10,
         "eval_iters": WHOLE if "valid_data_path" in explicit else 0,
@@ -179,6 +181,7 @@ def statement_of_defaults(settings: Settings, explicit: Collection[str]) -> str 
         "seq_length": data.seq_length,
         "lr": settings.schedule.lr,
         "log_interval": settings.logs.log_interval,
+        **({"packing_buffer": data.buffer} if data.packing else {}),
         **({"save_interval": save.save_interval} if save.save else {}),
     }
     switches = {

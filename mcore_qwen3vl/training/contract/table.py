@@ -245,8 +245,9 @@ class _Packs:
     """Refuses what would change packs that wait to be read, or leave no room for their samples."""
 
     text = (
-        "refused: packs that wait to be read were made with the checkpoint's values. A layout that "
-        "pads each sample to a larger multiple (2 x CP) is refused too, a smaller one is allowed"
+        "refused: packs that wait to be read were made with the checkpoint's values. "
+        "`--packing-buffer` is kept, unless given. A layout that pads each sample to a larger "
+        "multiple (2 x CP) is refused too, a smaller one is allowed"
     )
 
     def judge(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -494,6 +495,35 @@ def test_a_resumed_run_keeps_its_global_batch(dense: Path, tmp_path: Path) -> No
             parsed(dense, *save, *flags, world_size=ranks)
     torch.save({**place, "balance": True, "global_batch_size": 4}, folder / "rank_00000.pt")
     assert parsed(dense, *save, "--packing", world_size=4).args.num_workers == 2
+
+
+def test_the_packing_buffer_grows_with_the_packs_and_is_kept_by_a_run(tmp_path: Path) -> None:
+    """Checkpoints of versions where it was 128 for all lengths go on with the packs they began."""
+    model = write_tiny_checkpoint(tmp_path / "hf", text={"max_position_embeddings": 32768})
+    save = tmp_path / "run"
+    flags = ("--packing", "--save", str(save), "--seq-length")
+
+    def buffer(length: int, *others: str) -> int:
+        run = parsed(model, *flags, str(length), *others)
+        assert run.args.packing_buffer == run.settings.data.buffer
+        stated = statement_of_defaults(run.settings, run.explicit) or ""
+        assert (f"--packing-buffer {run.settings.data.buffer} " in stated) == (not others)
+        return run.settings.data.buffer
+
+    assert [buffer(length) for length in (64, 8192, 12288, 32768)] == [128, 128, 192, 512]
+    assert buffer(32768, "--packing-buffer", "7") == 7
+    folder = data_state.folder_of(save, 7)
+    folder.mkdir(parents=True)
+    (save / "latest_checkpointed_iteration.txt").write_text("7")
+    torch.save({"world_size": 1, "num_workers": 2, "balance": True}, folder / "rank_00000.pt")
+    assert buffer(32768) == 128  # saved without a record
+    for recorded in (128, 300):
+        rows = {"packs": {"packing": True, "packing_buffer": recorded, "seq_length": 32768}}
+        (folder / "run.json").write_text(json.dumps({"rows": rows}))
+        assert buffer(32768) == recorded
+        assert buffer(32768, "--packing-buffer", "512") == 512  # which the contract refuses
+    again = parsed(model, "--packing", "--load", str(save), "--finetune", *flags[3:], "32768")
+    assert again.settings.data.buffer == 512
 
 
 def test_a_number_of_epochs_is_the_only_length(dense: Path) -> None:

@@ -199,6 +199,7 @@ CASES = [
     Case("packs", "", "--packing", REFUSED, "no --packing, and .* --packing", only=PADDED),
     Case("packs", "", "--seq-length 64", REFUSED, "--seq-length 128", only=PACKED),
     Case("packs", "", "--packing-buffer 7", REFUSED, "--packing-buffer 128", only=PACKED),
+    Case("packs", "--packing-buffer 7", "", SILENT, effect=same, only=PACKED),
     Case("packs", "", "--context-parallel-size 2", REFUSED, "no room", only=PACKED,
          layout={"single": "cp2", "tp2xdp2": "tp2xcp2"}),
     Case("row length", "", "--seq-length 56", SAID, "longer samples", leaves_out_the_longest,
