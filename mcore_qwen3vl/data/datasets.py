@@ -12,6 +12,7 @@ import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 from unittest import mock
@@ -425,7 +426,7 @@ class _Epochs:
     draws: np.ndarray
     before: np.ndarray
 
-    @property
+    @cached_property  # each sample asks for it
     def length(self) -> int:
         return int(self.draws.sum())
 

@@ -622,6 +622,12 @@ _WINDOW = 1 << 24  # bytes parsed at a time
 _BLANK = " \t\r\n"
 
 
+@cache
+def _epath(dataset: Path) -> EPath:
+    """Return energon's path of a data set, which takes longer to make than the rest of a sample."""
+    return EPath(dataset)
+
+
 def crude_sample(
     dataset: Path, shard: str, index: int, within: int, record: bytes | Mapping[str, Any] = b""
 ) -> dict[str, Any]:
@@ -633,7 +639,7 @@ def crude_sample(
         record: the record as JSON text, or parsed; empty if it is not read yet.
     """
     source = SourceInfo(
-        dataset_path=EPath(dataset), index=within, shard_name=shard, file_names=(f"{within}.json",)
+        dataset_path=_epath(dataset), index=within, shard_name=shard, file_names=(f"{within}.json",)
     )
     return {
         "__key__": str(index),

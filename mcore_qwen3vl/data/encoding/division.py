@@ -18,6 +18,7 @@ another division of the same numbers is another order of the run.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
@@ -111,7 +112,7 @@ class _OpenPacks:
     def __init__(self, count: int, capacity: int) -> None:
         self._rooms = [capacity] * count
         self._unsorted: list[_Entry] = [(0.0, pack) for pack in range(count)]
-        self._by_room: list[list[_Entry]] = [[] for _ in range(capacity + 1)]
+        self._by_room: dict[int, list[_Entry]] = defaultdict(list)
         # A binary tree: node n has the nodes 2n and 2n+1 below it, and the leaf of a room is at
         # `_leaves` + room. Each node holds the least entry below it.
         self._leaves = 1 << capacity.bit_length()
