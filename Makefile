@@ -12,7 +12,7 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadsc
 # Some machines forbid Python to keep bytecode; without it each process takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo shell train-demo test test-slow test-all numerics test-trl test-clusters test-trackers test-muon test-te test-verl test-grpo test-vllm test-versions test-megatron lint docs parity parity-2b search bench-convert gpu-check release clean
+.PHONY: help demo shell train-demo test test-slow test-all numerics test-trl test-clusters test-ray test-trackers test-muon test-te test-verl test-grpo test-vllm test-versions test-megatron lint docs parity parity-2b search bench-convert gpu-check release clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -45,6 +45,9 @@ test-trl: $(ENVIRONMENT) ## losses against TRL's and sentence-transformers', whi
 
 test-clusters: $(ENVIRONMENT) ## SkyPilot checks its file, Kubeflow's schema the other
 	$(UV) run --quiet --with 'skypilot>=0.14,<0.15' python -m pytest tests/launch/test_clusters.py $(ARGS)
+
+test-ray: $(ENVIRONMENT) ## parts as tasks of Ray, installed for it, one worker killed
+	$(UV) run --quiet --with 'ray>=2.60,<2.61' python -m pytest tests/launch/test_ray.py $(ARGS)
 
 test-trackers: $(ENVIRONMENT) ## runs with W&B, MLflow, SwanLab and Trackio, installed for it, offline
 	$(UV) run --quiet --with 'wandb>=0.31,<0.32' --with 'mlflow-skinny>=3.17,<4' \
