@@ -58,6 +58,7 @@ _BELOW_ONE = (
     *("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2", "sgd_momentum", "muon_momentum"),
     *("hidden_dropout", "attention_dropout"),
 )
+_POSITIVE = ("video_fps", "moe_input_jitter_eps", "lora_alpha")
 _SHARES = ("activation_offload_fraction", "optimizer_offload_fraction")
 
 _Rule = tuple[Callable[[Any], bool], str]
@@ -66,7 +67,7 @@ _RULES: dict[str, _Rule] = {  # of a number that is none, no comparison holds
     **dict.fromkeys(_NOT_NEGATIVE, (lambda value: value >= 0, "at least 0")),
     **dict.fromkeys(_BELOW_ONE, (lambda value: 0 <= value < 1, "at least 0 and below 1")),
     **dict.fromkeys(_SHARES, (lambda value: 0 <= value <= 1, "from 0 to 1")),
-    **dict.fromkeys(("video_fps", "moe_input_jitter_eps"), (lambda value: value > 0, "above 0")),
+    **dict.fromkeys(_POSITIVE, (lambda value: value > 0, "above 0")),
 }
 
 _REFUSED: dict[tuple[str, str], str] = {
