@@ -160,10 +160,10 @@ def make_resumable(optimizer: Any) -> bool:
     """
     changed = False
     for part, adam in _with_adam(optimizer):
+        if not any(group["params"] for group in adam.param_groups):
+            _count_steps(adam)
         if isinstance(part, DistributedOptimizer):
             _start_states(adam)
-            if not adam.state:
-                _count_steps(adam)
             adam.register_load_state_dict_post_hook(_separate_steps)
             _tolerate_missing_step(part)
             changed = True
@@ -189,6 +189,9 @@ def _start_states(adam: torch.optim.Adam) -> None:
             }
 
 
+_COUNT = "steps"
+
+
 def _count_steps(adam: torch.optim.Adam) -> None:
     """Count the steps where no parameter's state does: mcore saves and loads the count.
 
@@ -196,8 +199,8 @@ def _count_steps(adam: torch.optim.Adam) -> None:
     that trains the vision tower alone. torch keeps states under keys that are no parameters.
     """
     states: dict[Any, Any] = adam.state
-    states["steps"] = {"step": torch.zeros(())}
-    adam.register_step_post_hook(lambda adam, *_: adam.state["steps"]["step"].add_(1))
+    states[_COUNT] = {"step": torch.zeros(())}
+    adam.register_step_post_hook(lambda adam, *_: adam.state[_COUNT]["step"].add_(1))
 
 
 def _separate_steps(adam: torch.optim.Optimizer) -> None:
@@ -618,7 +621,7 @@ def _with_groups(
 ) -> dict[str, Any]:
     """Return the state that the optimizer `part` loads, of its `own` tensors and `saved` groups."""
     current = part.optimizer.state_dict()["param_groups"]
-    tensors = _groups_and_state(own)["state"]
+    tensors = _groups_and_state(own).get("state", {})
     numbers = [number for group in current for number in group["params"]]
     state: dict[str, Any] = {
         "state": {number: tensors[number] for number in numbers if tensors.get(number)},
@@ -626,9 +629,13 @@ def _with_groups(
     }
     if step is not None:
         state["state"]["common_step"] = step
-    if _MASTER_TO_LOAD not in own:
+        if _COUNT in part.optimizer.state:
+            state["state"][_COUNT] = {"step": step.clone()}
+    if not isinstance(part, Float16OptimizerWithFloat16Params):
         return state
-    weights = [list(of_group.values()) for of_group in _in_order(own[_MASTER_TO_LOAD])]
+    # A rank whose pipeline stage trains nothing requested no weights, and has none.
+    own_weights = own.get(_MASTER_TO_LOAD, {})
+    weights = [list(of_group.values()) for of_group in _in_order(own_weights)]
     return {"optimizer": state, _MASTER: weights, **scaler}
 
 

@@ -83,6 +83,8 @@ _NEEDS_TE = (
 )
 """Flags with which Megatron calls or looks for something of Transformer Engine, and fails."""
 _NOT_TAKEN = {
+    "override_ckpt_iteration": "it counts Megatron's own data sets anew, and the position in these "
+    "data would stay; --ckpt-step N begins from another checkpoint",
     "use_ring_exchange_p2p": "it calls torch.distributed.ring_exchange, which no torch has",
     "exit_signal_handler_for_training": "at a signal Megatron then ends the run without a "
     "checkpoint; without the flag the run saves one first",
@@ -95,6 +97,14 @@ _NEEDS_GPU = (
 )
 """Flags that on the CPU take minutes, or ask for what only a GPU has."""
 _NEEDS_OTHER = {
+    # Megatron writes their files below it, and asserts that there is one.
+    **dict.fromkeys(
+        (
+            *("save_activations_interval", "save_dgrads_interval", "save_params_interval"),
+            *("save_tokens_per_expert_interval", "save_wgrads_interval", "log_progress"),
+        ),
+        "--save DIR",
+    ),
     "non_persistent_save_interval": "--non-persistent-ckpt-type global",
     "use_pytorch_profiler": "--tensorboard-dir DIR",  # beside which the profile is written
 }
@@ -136,7 +146,7 @@ def check_values(
         if given and spec == "torch" and name in _NEEDS_TE:
             instead = "leave it out" if cpu else "use --spec te, or leave it out"
             raise BadInput(f"{flag} needs Transformer Engine, which --spec torch lacks: {instead}.")
-        if given and name in _NOT_TAKEN:
+        if name in _NOT_TAKEN and given is not False:
             raise BadInput(f"{flag}: {_NOT_TAKEN[name]}: leave it out.")
         if given and cpu and name in _NEEDS_GPU:
             raise BadInput(f"{flag} needs GPUs: leave it out with --cpu.")

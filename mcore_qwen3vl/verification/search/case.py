@@ -288,7 +288,7 @@ def write_parquet(lines: str, table: str) -> None:
 
 
 def _column(values: list[Any]) -> list[Any]:
-    """Return values of one kind as they are, and as JSON text if they are objects or differ."""
+    """Return values of one kind, and texts, as they are; others as JSON text."""
     some = [value for value in values if value is not None]
     texts = all(
         isinstance(value, list) and all(isinstance(one, str | None) for one in value)
@@ -299,7 +299,10 @@ def _column(values: list[Any]) -> list[Any]:
         return [None if value is None else float(value) for value in values]
     if texts or (len(kinds) == 1 and kinds <= {str, bool, int, float}):
         return values
-    return [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
+    return [
+        value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for value in values
+    ]
 
 
 _PICTURE = re.compile(r"(\d+)x(\d+)-(\d+)\.png")

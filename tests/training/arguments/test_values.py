@@ -43,10 +43,12 @@ def check(flags: dict[str, str], *, spec: str = "torch", cpu: bool = True, **giv
         ({"optimizer_offload_fraction": 1.5}, "it is from 0 to 1"),
         ({"video_fps": 0.0}, "--video-fps is 0.0; it is above 0"),
         ({"moe_input_jitter_eps": 0.0}, "--moe-input-jitter-eps is 0.0; it is above 0"),
+        ({"override_ckpt_iteration": 0}, "--override-ckpt-iteration: it counts Megatron's own"),
         ({"lora_alpha": 0.0}, "--lora-alpha is 0.0; it is above 0"),
         ({"exit_signal": signal.SIGKILL}, "--exit-signal SIGKILL: no process can catch it"),
         ({"rerun_mode": "report_stats"}, "--rerun-mode report_stats: Megatron does not know"),
         ({"non_persistent_save_interval": 3}, "add --non-persistent-ckpt-type global"),
+        ({"save_wgrads_interval": 1}, "--save-wgrads-interval is set without --save: add --save"),
         ({"tp_comm_overlap_cfg": "gone"}, "--tp-comm-overlap-cfg: there is no file gone"),
         (
             {"use_pytorch_profiler": True},

@@ -36,6 +36,7 @@ from tests.training.log import numbers_of
 from tests.turns import slow_except
 
 STEPS, HALF = 4, 2
+FIRST_STAGE = ("--freeze", "language")
 LAST_STAGE = ("--trainable", "decoder.final_layernorm", "output_layer")
 LAST, BEFORE = f"iter_{STEPS:07d}", f"iter_{HALF:07d}"
 
@@ -76,14 +77,17 @@ def test_same_layout_continues_bit_for_bit(
         ),
         pytest.param(("pp2+E|t|tt|tL", ()), ("pp2+Ettt|tL", ()), marks=pytest.mark.slow),
         pytest.param(
-            ("single", (*DISTRIBUTED, "--freeze", "language")),
-            ("pp2", (*DISTRIBUTED, "--freeze", "language")),
+            ("single", (*DISTRIBUTED, *FIRST_STAGE)),
+            ("pp2", (*DISTRIBUTED, *FIRST_STAGE)),
             marks=pytest.mark.slow,
         ),
         (  # the first rank, whose count of steps is saved, trains nothing
             ("pp2", (*DISTRIBUTED, *LAST_STAGE)),
             ("single", (*DISTRIBUTED, *LAST_STAGE)),
         ),
+        (("pp2", ("--bf16", *FIRST_STAGE)), ("pp2", ("--bf16", *FIRST_STAGE))),
+        (("pp2", ("--bf16", *LAST_STAGE)), ("pp2", ("--bf16", *LAST_STAGE))),
+        pytest.param(("pp2", LAST_STAGE), ("single", LAST_STAGE), marks=pytest.mark.slow),
         pytest.param(  # balanced packs of two ranks continue on one rank in the same order
             ("dp2", (*DISTRIBUTED, "--packing")),
             ("single", ("--use-distributed-optimizer", "--packing")),
@@ -96,6 +100,9 @@ def test_same_layout_continues_bit_for_bit(
         "one split to another",
         "first stage alone",
         "last stage alone",
+        "first stage alone, bf16",
+        "last stage alone, bf16",
+        "last stage alone, undivided states",
         "DP2 to one",
     ],
 )
