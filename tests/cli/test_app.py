@@ -464,7 +464,7 @@ def test_launch_list_names_every_script(capsys: pytest.CaptureFixture[str]) -> N
     printed = capsys.readouterr().out
     scripts = [script for script in LAUNCH.glob("*.sh") if script.stem != "common"]
     configurations = [*LAUNCH.glob("*.yaml")]
-    assert (len(scripts), len(configurations)) == (29, 5)
+    assert (len(scripts), len(configurations)) == (29, 6)
     for script in [*scripts, *configurations]:
         assert script.stem in printed
     assert "Qwen3-VL-8B, full fine-tuning at 8k packed: one node of 8xH100-80GB." in printed
