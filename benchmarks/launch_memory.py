@@ -196,11 +196,18 @@ def step_row(name: str, rehearsal: Rehearsal) -> str:
 
 
 def write_rows(table: str, name: str, lines: list[str]) -> None:
-    """Replace this script's rows in the page's first table with them below the line `table`."""
+    """Replace this script's rows in the page's first table with them below the line `table`.
+
+    A script without a row there gets its rows at the end of the table.
+    """
     before, header, after = PAGE.read_text().partition(table)
     old = re.compile(rf"(?:^\| {name} \|.*\n)+", re.MULTILINE)
-    assert old.search(after), f"{PAGE} has no row of {name}"
-    PAGE.write_text(before + header + old.sub(lambda _: "".join(lines), after, count=1))
+    if old.search(after):
+        after = old.sub(lambda _: "".join(lines), after, count=1)
+    else:
+        rows, end, rest = after.partition("\n\n")
+        after = rows + "\n" + "".join(lines).rstrip("\n") + end + rest
+    PAGE.write_text(before + header + after)
 
 
 if __name__ == "__main__":

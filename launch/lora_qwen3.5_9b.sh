@@ -7,7 +7,7 @@
 # For longer packs, append --tensor-model-parallel-size 2 --sequence-parallel, which halves the
 # activations.
 # On GPUs Qwen3.5 needs flash-linear-attention: install mcore-qwen3vl[fla].
-# Memory of a GPU, rehearsed with the torch spec: 51.9 GB reserved of 81.6, 50.3 held (weights 18.9,
+# Memory of a GPU, rehearsed with the torch spec: 51.6 GB reserved of 81.6, 50.3 held (weights 18.9,
 # gradients 0.2, optimizer 0.1, logits and loss 0.0, the rest 31.1).
 NODES=${NODES:-${SLURM_NNODES:-1}}
 HERE=$(dirname "${BASH_SOURCE[0]}")

@@ -3,8 +3,8 @@
 # Qwen3-VL-4B, continued pretraining at 8k packed: two nodes of 8xH100-80GB.
 #
 # Layout: as for fine-tuning.
-# Memory of a GPU, rehearsed with the torch spec: 62.7 GB reserved of 81.6, 60.3 held (weights 8.9,
-# gradients 17.8, optimizer 3.3, logits and loss 0.9, the rest 29.4).
+# Memory of a GPU, rehearsed with the torch spec: 64.2 GB reserved of 81.6, 62.0 held (weights 8.9,
+# gradients 17.8, optimizer 3.3, logits and loss 2.6, the rest 29.4).
 NODES=${NODES:-${SLURM_NNODES:-2}}
 HERE=$(dirname "${BASH_SOURCE[0]}")
 # sbatch runs a copy of this file. Slurm knows the path of the original.
