@@ -290,7 +290,7 @@ def save_adapter(
     config: AdapterConfig,
     hf_config: HFConfig,
     force: bool = False,
-    files: Mapping[str, bytes] | None = None,
+    files: Mapping[str, bytes] = {},
 ) -> None:
     """Write a PEFT adapter directory: factors, and parameters trained whole, in the model's dtype.
 

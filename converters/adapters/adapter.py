@@ -485,7 +485,7 @@ def write_adapter(
     *,
     roles: Roles = "canonical",
     force: bool = False,
-    files: Mapping[str, bytes] | None = None,
+    files: Mapping[str, bytes] = {},
 ) -> None:
     """Write a PEFT adapter directory, which appears complete or not at all.
 
@@ -520,7 +520,7 @@ def write_adapter(
             write_durably(stage.tree / ADAPTER_CONFIG, config.to_json().encode())
             if config.has_score:  # PEFT's file does not name the labels
                 write_durably(stage.tree / "config.json", dumps(config_content(hf_config)))
-            for name, content in (files or {}).items():
+            for name, content in files.items():
                 write_durably(stage.tree / name, content)
             stage.publish()
         except Exception as error:  # safetensors has its own exception for a full disk

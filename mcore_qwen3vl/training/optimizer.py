@@ -151,12 +151,13 @@ def _is_counted(parameter: nn.Parameter) -> bool:
 
 
 def make_resumable(optimizer: Any) -> bool:
-    """Let torch's Adam under mcore's distributed optimizer save and load its state exactly.
+    """Let torch's Adam save and load its state exactly.
 
-    mcore supports this for Transformer Engine's and Apex's Adam. With torch's Adam it reads the
-    state before it exists, gives all parameters the same ``step`` tensor, which each of them then
-    advances, and looks for ``step`` in formats that store it elsewhere. The result says whether the
-    optimizer was torch's Adam, and was changed.
+    mcore supports this for Transformer Engine's and Apex's Adam. Under its distributed optimizer it
+    reads the state of torch's Adam before it exists, gives all parameters the same ``step`` tensor,
+    which each of them then advances, and looks for ``step`` in formats that store it elsewhere. The
+    result says whether there was a torch's Adam under a distributed optimizer. Under any optimizer
+    a rank without a trained parameter has no ``step`` to save, so it counts.
     """
     changed = False
     for part, adam in _with_adam(optimizer):

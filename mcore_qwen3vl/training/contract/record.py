@@ -196,11 +196,11 @@ def _values_of(row: ContractRow, facts: Facts) -> Values:
 
 
 def _load_of_new_run(settings: Settings) -> str | None:
-    """Return ``--load`` if the run takes weights from there, and does not go on with what it was"""
-    checkpoints = settings.checkpoints
-    takes = checkpoints.load is not None and step_to_load(checkpoints) is None
-    is_there = takes and identify(checkpoints.load or "").kind is PathKind.MEGATRON
-    return checkpoints.load if is_there else None
+    """Return ``--load`` if a run begins with its weights; None if it goes on with its training."""
+    load = settings.checkpoints.load
+    if load is None or step_to_load(settings.checkpoints) is not None:
+        return None
+    return load if identify(load).kind is PathKind.MEGATRON else None
 
 
 def _ends(sentences: Sequence[str]) -> Iterator[str]:

@@ -329,11 +329,10 @@ def _recipe(case: Case, outcome: Outcome, bench: Bench) -> plain.Recipe | None:
         return None
     if case.is_moe and case.value("--moe-router-load-balancing-type", "aux_loss") not in _BALANCED:
         return None
-    balancing, z_loss = (
-        _balancing(case, outcome.model),
-        float(case.value("--moe-z-loss-coeff", "0")),
-    )
-    if case.is_moe and (balancing or z_loss) and loss not in (*TOKEN_LOSSES, "distill"):
+    of_tokens = loss in (*TOKEN_LOSSES, "distill")
+    balancing = _balancing(case, outcome.model, of_tokens)
+    z_loss = float(case.value("--moe-z-loss-coeff", "0"))
+    if case.is_moe and (balancing or z_loss) and not of_tokens:
         return None
     if case.has("--num-epochs") and style != "constant":
         return None  # the schedule's length is not in the case
@@ -367,14 +366,13 @@ def _recipe(case: Case, outcome: Outcome, bench: Bench) -> plain.Recipe | None:
     )
 
 
-def _balancing(case: Case, model: Path) -> float:
+def _balancing(case: Case, model: Path, of_tokens: bool) -> float:
     """Return the coefficient of the routers' balancing loss, which only token losses have alone."""
-    loss = case.value("--task") or case.value("--loss", "cross_entropy")
     if not case.is_moe or case.value("--moe-router-load-balancing-type") == "none":
         return 0.0
     if case.has("--moe-aux-loss-coeff"):
         return float(case.value("--moe-aux-loss-coeff"))
-    return plain.router_coefficient(model) if loss in (*TOKEN_LOSSES, "distill") else 0.0
+    return plain.router_coefficient(model) if of_tokens else 0.0
 
 
 def tokens(case: Case, outcome: Outcome, bench: Bench) -> str | None:

@@ -10,11 +10,11 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from random import Random
 
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.losses.loss import Loss
 from mcore_qwen3vl.losses.registry import all_losses
 from mcore_qwen3vl.verification.search import records
 from mcore_qwen3vl.verification.search.axes import flags_of
@@ -57,10 +57,11 @@ def write_table(file: Path, bench: Bench, until: float, first: int = 0, every: i
         # One write of a line, since several processes append.
         with file.open("a", encoding="utf-8") as stream:
             stream.write(f"| {' | '.join(_cells(bench, flag))} |\n")
-        bench.keep(bases().values())
+        bench.keep([*bases().values(), *bases_of_losses().values()])
     return 0
 
 
+@cache
 def bases() -> dict[str, Case]:
     """Return the runs to which a flag is added; a flag is tried on the first that it does not stop.
 
@@ -70,7 +71,7 @@ def bases() -> dict[str, Case]:
     rng = Random("records")
     lines = tuple(json.dumps(maker(rng), ensure_ascii=False) for maker in makers)
     plain = Case((), lines, (("--weight-decay", "10"),), steps=3)  # a small one is not seen
-    found = {
+    return {
         "plain": plain,
         "MoE": replace(plain, model=MODELS["MoE"]),
         "LoRA": with_flag(plain, ("--lora-rank", "2")),
@@ -78,15 +79,18 @@ def bases() -> dict[str, Case]:
         "packing": with_flag(plain, ("--packing",)),
         "bf16": with_flag(with_flag(plain, ("--bf16",)), ("--use-distributed-optimizer",)),
     }
-    for name, loss in _names_of_losses().items():
-        lines = records.lines(rng, records.makers_of(loss, name), 4, bad=False)
-        batch = 4 if name == "kto" else 2
-        found[name] = Case((), lines, flags_of(loss, name), batch=batch, steps=3)
+
+
+@cache
+def bases_of_losses() -> dict[str, Case]:
+    """Return the runs to which a setting of a loss is added too: one with each loss."""
+    rng, found = Random("losses"), {}
+    for loss in all_losses():
+        for name in loss.names:
+            lines = records.lines(rng, records.makers_of(loss, name), 4, bad=False)
+            batch = 4 if name == "kto" else 2
+            found[name] = Case((), lines, flags_of(loss, name), batch=batch, steps=3)
     return found
-
-
-def _names_of_losses() -> dict[str, type[Loss]]:
-    return {name: loss for loss in all_losses() for name in loss.names}
 
 
 def _cells(bench: Bench, flag: DrawnFlag) -> list[str]:
@@ -121,28 +125,32 @@ def _values_of(flag: DrawnFlag) -> list[tuple[str, ...]]:
     return [*some[:4], last]
 
 
-def _tried(bench: Bench, flag: DrawnFlag) -> tuple[str, Case, dict[tuple[str, ...], str]]:
-    """Return the run on which a flag was tried, by name and as it is, and what each value did.
+_Try = tuple[str, Case, dict[tuple[str, ...], str]]
+"""A run on which a flag was tried, by name and as it is, and what each value did."""
+
+
+def _tried(bench: Bench, flag: DrawnFlag) -> _Try:
+    """Return the run that says most of a flag.
 
     That is the first run in which two values work, or one changes the result; or else the one in
     which most values work. A run that refuses values, or does not use them, says little.
     """
-    tries: list[tuple[int, int, tuple[str, Case, dict[tuple[str, ...], str]]]] = []
-    for name, base in bases().items():
-        if name in _names_of_losses() and not flag.row.startswith("settings of the loss"):
-            continue
-        if base.has(flag.name):
-            base = base.without(flag.name)
+    tries: list[_Try] = []
+    of_loss = flag.row.startswith("settings of the loss")
+    for name, base in {**bases(), **(bases_of_losses() if of_loss else {})}.items():
+        base = base.without(flag.name)
         effects = {words: _effect(bench, base, (flag.name, *words)) for words in _values_of(flag)}
+        tries.append((name, base, effects))
         texts = list(effects.values())
         if _ANOTHER in texts or texts.count(_SAME) >= min(2, len(texts)):
-            return name, base, effects
-        tries.append((sum(map(_says_little, texts)), len(tries), (name, base, effects)))
-    return min(tries)[-1]
+            return tries[-1]
+    return min(tries, key=_values_without_effect)
 
 
-def _says_little(effect: str) -> bool:
-    return effect == _NOT_USED or effect.startswith("refused")
+def _values_without_effect(one: _Try) -> int:
+    """Return how many values a run refused or did not use."""
+    _, _, effects = one
+    return sum(text == _NOT_USED or text.startswith("refused") for text in effects.values())
 
 
 def with_flag(case: Case, words: Flag) -> Case:
