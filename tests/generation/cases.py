@@ -121,12 +121,15 @@ def hugging_face_model(model: str) -> Any:
     return model.eval()
 
 
-def hugging_face_inputs(processor: Any, conversation: Conversation) -> dict[str, Any]:
+def hugging_face_inputs(
+    processor: Any, conversation: Conversation, *, add_generation_prompt: bool = True
+) -> dict[str, Any]:
     """Encode one conversation alone, unpadded; the processor samples the frames of its video."""
     parts = [part for message in conversation for part in message["content"]]
     videos = [frames(p["video"]) for p in parts if p["type"] == "video"]
+    text = processor.apply_chat_template(conversation, add_generation_prompt=add_generation_prompt)
     return processor(
-        text=[processor.apply_chat_template(conversation, add_generation_prompt=True)],
+        text=[text],
         images=[p["image"] for p in parts if p["type"] == "image"] or None,
         videos=[images for images, _ in videos] or None,
         video_metadata=[metadata for _, metadata in videos] or None,

@@ -41,8 +41,12 @@ class HuggingFace:
 
     @torch.no_grad()
     def after(self, prompt: Prompt, tokens: list[int]) -> Following:
-        """Return what comes after each of `tokens`, which begin with those of the prompt."""
-        inputs = hugging_face_inputs(self.processor, prompt.conversation)
+        """Return what comes after each of `tokens`, which begin with those of the user's turn."""
+        # Where the template thinks by default, an answer that is being asked for begins otherwise
+        # than one that is given, so that only the user's turn is the same in both.
+        inputs = hugging_face_inputs(
+            self.processor, prompt.conversation, add_generation_prompt=False
+        )
         asked = inputs["input_ids"].shape[1]
         assert tokens[:asked] == inputs["input_ids"][0].tolist()
         for name in ("attention_mask", "mm_token_type_ids"):
