@@ -21,7 +21,8 @@ from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.tiny_checkpoint import FamilyName
 from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.training.forward_step import ForwardStep
-from mcore_qwen3vl.verification.search import axes, of_user, oracles, plain, records
+from mcore_qwen3vl.verification.runs import LOGGED
+from mcore_qwen3vl.verification.search import axes, comparing, of_user, oracles, plain, records
 from mcore_qwen3vl.verification.search.axes import draw, layouts
 from mcore_qwen3vl.verification.search.case import (
     ADAPTER,
@@ -34,7 +35,7 @@ from mcore_qwen3vl.verification.search.case import (
     picture,
     segments,
 )
-from mcore_qwen3vl.verification.search.running import Bench
+from mcore_qwen3vl.verification.search.running import Bench, Outcome, Ran
 from mcore_qwen3vl.verification.search.search import Counterexample, Search, main
 from mcore_qwen3vl.verification.search.shrinking import shrink
 
@@ -372,6 +373,31 @@ def test_differences_by_design_are_documented(difference: oracles.ByDesign) -> N
     page, words = difference.page
     text = " ".join((DOCS / page).read_text("utf-8").split())
     assert words in text
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "finding"),
+    [(("--moe",), 6.2387, ""), (("--moe",), 6.2385, "step 1"), ((), 6.2387, "step 1")],
+    ids=["an expert that is nearly as good", "neither expert's", "without experts"],
+)
+def test_a_run_that_took_an_expert_of_nearly_the_same_score_agrees(
+    model: tuple[str, ...], loss: float, finding: str, tmp_path: Path
+) -> None:
+    """With other experts, which a nudged learning rate takes, the loss is 6.2387, else 6.2382."""
+
+    class NudgedBench:
+        def run(self, case: Case) -> Outcome:
+            other = 0 < float(case.value("--lr")) < 1e-3
+            return outcome_of(6.2387 if other else 6.2382)
+
+    def outcome_of(lm_loss: float) -> Outcome:
+        log: dict[str, Any] = {"iteration": 1, "lm loss": lm_loss, "learning rate": 1e-3}
+        return Outcome([Ran(0, log=[log])], tmp_path, tmp_path, tmp_path)
+
+    bench: Any = NudgedBench()
+    text = comparing.compare(outcome_of(loss), Case(model=model), bench, LOGGED, "one rank")
+    assert text.startswith(finding)
+    assert bool(text) == bool(finding)
 
 
 def test_a_process_that_breaks_does_not_end_a_search_as_done(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mcore_qwen3vl.runtime.launch import RanksFailed, run_layout
@@ -84,6 +84,54 @@ def differences(one: Outcome, other: Outcome, limits: Mapping[str, float], name:
         if not agree(a[key], b[key], limits["loss"]):
             return f"{key} is {a[key]}, and {b[key]} in {name}"
     return ""
+
+
+NEAR_EQUAL_EXPERTS = ByDesign(
+    "rounding decides which expert a token gets where two of them have nearly the same score",
+    ("training.md", "Where two experts have nearly the same score, rounding decides"),
+)
+_NUDGES = (1 - 1e-6, 1 + 1e-6, 1 - 1e-5, 1 + 1e-5)
+"""Factors of a learning rate that move weights by what rounding moves them, and a little more."""
+
+
+def nudges(case: Case) -> Iterator[float]:
+    """Yield 1 and, for a model with experts, factors of its learning rate that are nearly 1.
+
+    A run agrees with another if it agrees with it under one of these rates: then their difference
+    is :data:`NEAR_EQUAL_EXPERTS`, since so small a factor changes nothing else beyond the limits.
+    """
+    yield 1.0
+    if case.is_moe:
+        yield from _NUDGES
+
+
+def compare(
+    outcome: Outcome, other: Case, bench: Bench, limits: Mapping[str, float], name: str
+) -> str:
+    """Return where a run differs from that of another case; nothing if they agree."""
+    found = ""
+    for factor in nudges(other):
+        rate = ("--lr", repr(float(other.value("--lr")) * factor))
+        nudged = (
+            other if factor == 1 else replace(other, flags=(*other.without("--lr").flags, rate))
+        )
+        text = differences(outcome, bench.run(nudged), at(limits, factor), name)
+        if not text:
+            return ""
+        found = found or text
+    return found
+
+
+def _nudged(case: Case, factor: float) -> Case:
+    if factor == 1:
+        return case
+    rate = ("--lr", repr(float(case.value("--lr")) * factor))
+    return replace(case, flags=(*case.without("--lr").flags, rate))
+
+
+def at(limits: Mapping[str, float], factor: float) -> Mapping[str, float]:
+    """Return the limits of a comparison with a run whose learning rate was nudged by a factor."""
+    return limits if factor == 1 else {**limits, "rate": 2 * abs(factor - 1)}
 
 
 def same_result(one: Outcome, other: Outcome) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -23,9 +23,12 @@ from mcore_qwen3vl.verification.search import plain
 from mcore_qwen3vl.verification.search.case import Case
 from mcore_qwen3vl.verification.search.comparing import (
     AGAIN,
+    NEAR_EQUAL_EXPERTS,
     TOKEN_LOSSES,
     ByDesign,
     agree,
+    at,
+    compare,
     compute_plainly,
     cuts_records,
     differences,
@@ -34,6 +37,7 @@ from mcore_qwen3vl.verification.search.comparing import (
     last_line,
     limits_again,
     limits_of,
+    nudges,
 )
 from mcore_qwen3vl.verification.search.exports import (
     MTP_IS_COPIED,
@@ -77,14 +81,18 @@ STREAMS_OF_WORKERS = ByDesign(
     "cannot be divided over",
     ("resume.md", "the same total for tars and with `--no-balance`; refused otherwise"),
 )
+WORKERS_OF_RANKS = ByDesign(
+    "To go on with",
+    ("resume.md", "the same total for tars and with `--no-balance`; refused otherwise"),
+)
 NOT_SAVED = ByDesign(
     "was saved without",
     ("resume.md", "A checkpoint that was saved with `--no-save-optim` goes on in this way alone"),
 )
-REFUSED_RESUMES = (PACKS_WAIT, STREAMS_OF_WORKERS, NOT_SAVED)
+REFUSED_RESUMES = (PACKS_WAIT, STREAMS_OF_WORKERS, WORKERS_OF_RANKS, NOT_SAVED)
 """Their texts are words of a refusal to go on."""
 BY_DESIGN = (
-    *REFUSED_RESUMES, MTP_IS_COPIED,
+    *REFUSED_RESUMES, MTP_IS_COPIED, NEAR_EQUAL_EXPERTS,
     PACKS_OF_RANKS, PARTS_OF_WORKERS, ROUTER_LOSSES, GLOBAL_ROUTER_LOSS, TOWER_WITHOUT_IMAGES,
 )  # fmt: skip
 
@@ -199,14 +207,15 @@ def never_stopped(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     stop = case.stop
     if stop is None or not outcome.finished or stop.flags or _is_random(case, stop.layout):
         return None
-    whole = bench.run(replace(case, stop=None))
+    reference = replace(case, stop=None)
+    whole = bench.run(reference)
     if not whole.finished:
         return f"only without a stop it ends so: {end_of(whole)}"
     same = stop.layout in (None, case.layout)
     if not same and _packs_differ(case, case.layout, stop.layout or ""):
         return None
     limits = limits_again(case) if same else limits_of(case)
-    return differences(outcome, whole, limits, "the run without a stop")
+    return compare(outcome, reference, bench, limits, "the run without a stop")
 
 
 def resumes(case: Case, outcome: Outcome, bench: Bench) -> str | None:
@@ -228,12 +237,13 @@ def single_rank(case: Case, outcome: Outcome, bench: Bench) -> str | None:
         return None
     if _router_differs(case):
         return None
-    alone = bench.run(replace(case, layout="single", stop=None))
+    reference = replace(case, layout="single", stop=None)
+    alone = bench.run(reference)
     if not alone.finished:
         return None if alone.refusal else f"only on one rank it ends so: {end_of(alone)}"
     if case.stop and case.stop.layout and _packs_differ(case, case.layout, case.stop.layout):
         return None
-    return differences(outcome, alone, limits_of(case), "one rank")
+    return compare(outcome, reference, bench, limits_of(case), "one rank")
 
 
 def _packs_differ(case: Case, one: str, other: str) -> bool:
@@ -293,17 +303,31 @@ def plain_loop(case: Case, outcome: Outcome, bench: Bench) -> str | None:
                 next(sequences)  # the others of a record have its name, too
     if not all(steps):
         return None  # a step without a record that can be used
-    theirs = compute_plainly(bench, plain.train, outcome.model, steps, outcome.media, recipe)
-    if theirs is None:
-        return None
+    found = ""
+    for factor in nudges(case):
+        nudged = replace(recipe, lr=recipe.lr * factor)
+        theirs = compute_plainly(bench, plain.train, outcome.model, steps, outcome.media, nudged)
+        if theirs is None:
+            return None
+        text = _unlike_plain(outcome, theirs, recipe.loss, at(limits_of(case), factor))
+        if not text:
+            return ""
+        found = found or text
+    return found
+
+
+def _unlike_plain(
+    outcome: Outcome, theirs: list[dict[str, float]], loss_of: str, limits: Mapping[str, float]
+) -> str:
+    """Return where a run's log differs from that of the plain loop; nothing if they agree."""
     for step, other in zip(sorted(outcome.log), theirs, strict=True):
         mine = outcome.log[step]
-        loss = _LOGGED.get(recipe.loss, "lm loss")
+        loss = _LOGGED.get(loss_of, "lm loss")
         for key, name, kind in (
             ("loss", loss, "loss"), ("grad norm", "grad norm", "grad norm"),
             ("learning rate", "learning rate", "rate"),
         ):  # fmt: skip
-            if not agree(mine[name], other[key], limits_of(case)[kind]):
+            if not agree(mine[name], other[key], limits[kind]):
                 return f"step {step}: {name} is {mine[name]}, and {other[key]} in the plain loop"
     return ""
 
