@@ -125,8 +125,9 @@ class ScheduleSettings:
                     f"{_flag(name, other)} {in_other}: the length of this run is a number of "
                     f"{'steps' if unit == ITERS else 'samples'}, so give {_flag(name, unit)} N."
                 )
-            if value is not None and value < 0:
-                raise BadInput(f"{_flag(name, unit)} is {value}; it is at least 0.")
+            least = int(name == "lr_decay")  # a schedule without a step is none to Megatron
+            if value is not None and value < least:
+                raise BadInput(f"{_flag(name, unit)} is {value}; it is at least {least}.")
 
     def _lengths(self, unit: str) -> _Lengths:
         """Return the lengths that flags give in this unit."""

@@ -80,8 +80,8 @@ def differences(one: Outcome, other: Outcome, limits: Mapping[str, float], name:
             if not agree(a, b, limits[kind]):
                 return f"step {step}: {key} is {a}, and {b} in {name}"
     a, b = validations(one), validations(other)
-    for key in a.keys() & b.keys():
-        if not agree(a[key], b[key], limits["loss"]):
+    for key in sorted(a.keys() & b.keys()):
+        if not agree(a[key], b[key], limits["loss"], 1.0 if "rewards" in key else 1e-3):
             return f"{key} is {a[key]}, and {b[key]} in {name}"
     return ""
 
@@ -145,7 +145,12 @@ def validations(outcome: Outcome) -> dict[str, float]:
     return {k: v for k, v in (entries[-1] if entries else {}).items() if k.startswith("valid")}
 
 
-def agree(a: Any, b: Any, limit: float) -> bool:
+def agree(a: Any, b: Any, limit: float, least: float = 1e-3) -> bool:
+    """Return whether two numbers differ by at most `limit` of the larger one, or of `least`.
+
+    Rewards are differences of log-probabilities, each of which is rounded by a part of itself, so
+    they are compared by the size of these: `least` is 1 for them.
+    """
     if a is None or b is None:
         return bool(a == b)
     if not (math.isfinite(a) and math.isfinite(b)):

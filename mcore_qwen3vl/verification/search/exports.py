@@ -41,11 +41,12 @@ def export(case: Case, outcome: Outcome, bench: Bench) -> str | None:
         return None
     if case.has("--eval-iters") or is_half(case) or cuts_records(case):
         return None
-    logged, models = validations(outcome).get("validation lm loss"), _models_of(case, outcome)
+    validation, models = validations(outcome), _models_of(case, outcome)
+    logged = validation.get("validation lm loss")
     if logged is None or models is None:
         return f"it logged the validation {logged} and exported {models}"
-    if any(entry.get("over-long samples") for entry in outcome.log.values()):
-        return None  # the validation leaves them out too, and does not name them
+    if validation.get("validation over-long samples"):
+        return None  # it leaves them out, and does not name them
     records = [record for record in case.parsed if "bad" not in record]
     model, adapter = models
     found = compute_plainly(bench, plain.mean_loss, model, records, outcome.media, adapter)

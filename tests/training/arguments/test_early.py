@@ -202,6 +202,8 @@ WSD = "--lr-decay-style WSD"
         (f"{SAMPLES} --lr-decay-iters 9", "a number of samples, so give --lr-decay-samples N"),
         ("--num-epochs 1 --lr-warmup-samples 9", "a number of steps, so give --lr-warmup-iters N"),
         (f"{STEPS} --lr-warmup-iters -1", "--lr-warmup-iters is -1; it is at least 0"),
+        (f"{STEPS} --lr-decay-iters 0", "--lr-decay-iters is 0; it is at least 1"),
+        (f"{SAMPLES} --lr-decay-samples 0", "--lr-decay-samples is 0; it is at least 1"),
         (f"{STEPS} --lr-warmup-fraction 0.9", None),
         (f"{STEPS} --lr-warmup-fraction 1", "--lr-warmup-fraction 1: it is a part of .* below 1"),
         (f"{STEPS} {WSD}", "needs the steps at its end .* --lr-wsd-decay-iters N, at most 8"),
