@@ -77,9 +77,9 @@ test-te: .venv-te/.synced ## the te spec's numbers, with reference kernels on th
 VERSIONS := torch-2.11 torch-2.12 torch-2.14 torch-2.15 python-3.13
 .PHONY: $(VERSIONS:%=test-%) test-transformers-5.10
 .venv-python-3.13/.synced: export UV_PYTHON := 3.13
-# What works with the oldest transformers; data and prompts need 5.18. The cache that test_hub makes
+# What works with the oldest transformers; data and prompts need 5.18. The cache that test_identify_hub makes
 # is laid out as huggingface_hub 2 does, which that transformers does not take.
-OLD := $(addprefix tests/,model converters tiny verification/parity) --ignore tests/converters/hf/test_hub.py
+OLD := $(addprefix tests/,model converters tiny verification/parity) --ignore tests/converters/test_identify_hub.py
 
 test-versions: $(VERSIONS:%=test-%) test-transformers-5.10 ## with every supported version, an hour and more
 

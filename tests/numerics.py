@@ -36,7 +36,7 @@ COMPUTING = [
     "tests/converters/adapters",
     "tests/converters/test_live.py",
     "tests/converters/test_load_into_model.py",
-    "tests/converters/offline/test_exports.py",
+    "tests/converters/offline/test_to_hf.py",
     "tests/data/encoding",
     "tests/generation",
     "tests/losses",

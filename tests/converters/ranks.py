@@ -5,13 +5,16 @@ The table is not used, so that an error in it cannot hide.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.live import load_hf
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from tests.converters.checkpoints import load
 from tests.model import weights
 
@@ -40,3 +43,16 @@ def check_chunks(chunks: list[Any], source: Path) -> int:
             assert torch.equal(parameter.detach(), want), name
             compared += 1
     return compared
+
+
+def on_ranks(path: Path, text: str, work: Callable[[list[Any]], Any]) -> list[Any]:
+    """Return what `work` returns on each rank, given its loaded chunks."""
+    layout = Layout.parse(text)
+
+    def on_rank() -> Any:
+        initialize(layout)
+        chunks = build_empty(layout, Architecture.from_hf(path))
+        load_hf(chunks, path)
+        return work(chunks)
+
+    return run_layout(on_rank, layout.world_size, timeout=60)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import (
     hf_to_hf,
     hf_to_mcore,
@@ -19,14 +17,9 @@ from mcore_qwen3vl.converters.convert import (
     plan_hf_to_mcore,
     plan_mcore_to_hf,
 )
-from mcore_qwen3vl.converters.describe import estimate, slice_bytes
-from mcore_qwen3vl.converters.hf.config_file import dtype_to_state
-from mcore_qwen3vl.converters.hf.shards import TensorSpec
-from mcore_qwen3vl.converters.mapping.table import max_rows, table
 from mcore_qwen3vl.converters.offline import to_hf, to_mcore
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.verification.checkpoints import compare_checkpoints
 from tests.command import exit_code
@@ -108,40 +101,6 @@ def test_shards_and_index_of_an_export(tiny: Tiny, tmp_path: Path) -> None:
         assert {n for n, f in index["weight_map"].items() if f == file} == set(held)
         assert sum(t.nbytes for t in held.values()) <= 300_000 or len(held) == 1
     assert_same_tensors(tiny("moe"), tmp_path / "back")
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)],
-)
-def test_dtype_is_converted_with_its_declaration(
-    tiny: Tiny, tmp_path: Path, name: str, dtype: torch.dtype
-) -> None:
-    source = tiny("moe")
-    hf_to_mcore(source, tmp_path / "mcore", dtype=name)
-    mcore_to_hf(tmp_path / "mcore", tmp_path / "early")
-    hf_to_mcore(source, tmp_path / "kept")
-    mcore_to_hf(tmp_path / "kept", tmp_path / "late", dtype=name)
-    original = load(source)
-    for back in (tmp_path / "early", tmp_path / "late"):
-        for key, tensor in load(back).items():
-            assert tensor.dtype == dtype
-            assert torch.equal(tensor, original[key].to(dtype)), key
-        config = json.loads((back / "config.json").read_text())
-        assert config["dtype"] == config["text_config"]["dtype"] == str(dtype).split(".")[1]
-
-
-@pytest.mark.parametrize("section", ["text_config", "vision_config"])
-def test_a_section_that_states_another_dtype_is_put_right(section: str) -> None:
-    """transformers follows the top level, and vLLM the language model's section."""
-    config: Any = {"model_type": "qwen3_vl", "dtype": "bfloat16"}
-    config |= {"text_config": {}, "vision_config": {}}
-    held = [TensorSpec(torch.bfloat16, (3, 5)), TensorSpec(torch.float32, (7,))]
-    assert dtype_to_state(config, held) is None
-    config[section]["dtype"] = "float32"
-    assert dtype_to_state(config, held) == torch.bfloat16
-    config[section] = {"torch_dtype": "bfloat16"}
-    assert dtype_to_state(config, held) is None
 
 
 def test_values_that_do_not_fit_the_dtype_are_refused(tiny: Tiny, tmp_path: Path) -> None:
@@ -295,78 +254,3 @@ def test_target_and_source_must_be_apart(tiny: Tiny, tmp_path: Path, inside: str
     with pytest.raises(BadInput, match=r"apart from the source|other than a checkpoint"):
         hf_to_mcore(source, source / inside, force=True)
     assert tree_digests(tmp_path) == before
-
-
-BF16 = torch.bfloat16
-
-
-def transformers_bytes(file: Path) -> int:
-    """Count the bytes of the weights in Hugging Face's model, without our code."""
-    import transformers
-
-    config = json.loads(file.read_text())
-    name = config["architectures"][0]
-    described = getattr(transformers, name.replace("ForConditionalGeneration", "Config"))
-    with torch.device("meta"):
-        model = getattr(transformers, name)(described.from_dict(config))
-    return sum(p.numel() for p in model.parameters()) * BF16.itemsize
-
-
-@pytest.mark.parametrize("model", ["2b", "30b_a3b", "235b_a22b"])
-def test_bytes_are_those_of_transformers_model(model: str) -> None:
-    file = PUBLISHED / f"{model}.json"
-    assert estimate(file).nbytes == transformers_bytes(file)
-
-
-def test_the_largest_model(capsys: pytest.CaptureFixture[str]) -> None:
-    file = str(PUBLISHED / "235b_a22b.json")
-    options = ["--workers", "8", "--disk-gb-per-s", "2", "--json"]
-    assert exit_code("inspect", "--hf-config", file, *options) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert round(found["nbytes"] / 1e9) == 471  # as published
-    assert found["largest_slice_bytes"] == 4096 * 2 * 1536 * 2  # one expert's gate and up
-    assert found["memory_bound_bytes"] == 2**30 + 8 * found["largest_slice_bytes"]
-    assert found["seconds"] == pytest.approx(2 * 471 / 2, rel=0.01)
-    assert found["units"] > 200
-
-
-@pytest.mark.parametrize("layout", ["published", "v5"])
-def test_no_slice_is_larger(layout: Any) -> None:
-    """Neither stream yields more for any row of 235B-A22B, tried with meta tensors."""
-    architecture = Architecture.from_hf(PUBLISHED / "235b_a22b.json")
-    rows = table(architecture, expert_layout=layout)
-    most = max(slice_bytes(row, BF16) for row in rows)
-    seen = 0
-    for row in rows:
-        if row.offset and (row.offset[0] > 1 or row.offset[-1] > 1):
-            continue  # these repeat the same shapes
-        how, limit = row.rearrangement, max_rows(row, BF16)
-        sources = [torch.empty(s.piece_shape, dtype=BF16, device="meta") for s in row.sources]
-        stored = torch.empty(row.shape, dtype=BF16, device="meta")
-        columns = tuple(slice(0, n) for n in row.shape[1:])
-        rows_at_once = row.shape[0] if how.transposed else limit
-        there = list(how.stream(lambda i, box, s=sources: s[i][box], columns, rows_at_once))
-        back = [
-            list(how.stream_back(n, lambda box, s=stored: s[box], columns, limit))
-            for n in range(len(sources))
-        ]
-        for pieces, whole in ((there, [stored]), *zip(back, [[s] for s in sources], strict=True)):
-            assert sum(p.nbytes for p in pieces) == sum(w.nbytes for w in whole)
-            assert max(p.nbytes for p in pieces) <= slice_bytes(row, BF16) <= most
-            seen += len(pieces)
-    assert seen > 1000
-    assert most <= 32 * 2**20
-
-
-def test_text_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = str(PUBLISHED / "2b.json")
-    exit_code("inspect", "--hf-config", file, "--disk-gb-per-s", "1.5", "--workers", "2")
-    text = capsys.readouterr().out
-    for part in ("4.26 GB", "units of work", "for 2 workers", "6 s to read and write", "1.5 GB/s"):
-        assert part in text
-    exit_code("inspect", "--hf-config", file, "--workers", "1")
-    assert "for 1 worker\n" in capsys.readouterr().out
-    assert exit_code("inspect") == 2
-    for options in ({"workers": 0}, {"disk_gb_per_s": 0.0}, {"disk_gb_per_s": float("nan")}):
-        with pytest.raises(BadInput, match="must be positive"):
-            estimate(file, **options)

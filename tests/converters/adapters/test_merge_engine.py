@@ -26,7 +26,7 @@ from tests.converters.adapters.conftest import Made
 from tests.converters.adapters.peft_made import Kind, edit_config, make
 from tests.converters.adapters.rounding import assert_merged
 from tests.converters.checkpoints import load, tree_digests, turned
-from tests.converters.offline.test_resume import Failing, dying_at, in_child
+from tests.converters.offline.test_engine import Failing, dying_at, in_child
 from tests.test_atomic import full_disk
 
 Get = Callable[[str], Made]

@@ -1,4 +1,4 @@
-"""Transforms have an inverse and fetch no more than a slice needs; parameters are counted.
+"""The table names every tensor, uses each value once, and cuts where Megatron cuts.
 
 Where each value goes is seen in loaded models, which `test_load_into_model` compares with rules of
 its own.
@@ -13,21 +13,11 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.mapping import parameters
-from mcore_qwen3vl.converters.mapping.rearrangement import (
-    Rearrangement,
-    concatenate,
-    identity,
-    pad_rows,
-    qkv,
-    transpose,
-)
 from mcore_qwen3vl.converters.mapping.table import Row, hf_shapes, table
-from mcore_qwen3vl.converters.storage.boxes import Selection, Shape
+from mcore_qwen3vl.converters.storage.boxes import Selection
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.tiny import tiny_config
-from tests.turns import slow
 
 MOE = Architecture.from_hf(tiny_config(moe=True))
 
@@ -44,26 +34,6 @@ def assemble(rows: list[Row], hf: dict[str, Tensor]) -> dict[str, Tensor]:
         pieces = [hf[s.name] if s.index is None else hf[s.name][s.index] for s in row.sources]
         mcore[row.key][row.offset] = row.to_mcore(*pieces)
     return mcore
-
-
-def test_gates_follow_the_queries_of_their_group() -> None:
-    """HF has the query of head h at 100 h, then its gate at 100 h + 50."""
-
-    def numbered(*starts: int) -> Tensor:
-        return torch.tensor([[start + i] for start in starts for i in (0, 1)])
-
-    query = numbered(0, 50, 100, 150, 200, 250, 300, 350)
-    key, value = numbered(1000, 1100), numbered(2000, 2100)
-    how = qkv(heads=4, kv_heads=2, head_dim=2, gated=True)
-    got = how.to_mcore(query, key, value)
-    # fmt: off
-    assert got.flatten().tolist() == [
-        0, 1, 100, 101, 50, 51, 150, 151, 1000, 1001, 2000, 2001,
-        200, 201, 300, 301, 250, 251, 350, 351, 1100, 1101, 2100, 2101,
-    ]
-    # fmt: on
-    for found, wanted in zip(how.to_hf(got), (query, key, value), strict=True):
-        assert torch.equal(found, wanted)
 
 
 def test_a_delta_net_is_cut_where_megatron_cuts_it() -> None:
@@ -120,46 +90,6 @@ def test_published_tensors_of_qwen3_5_are_all_named() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("how", "shapes"),
-    [
-        (identity(7), [(7, 3, 2)]),
-        (identity(7), [(7,)]),
-        (qkv(6, 2, 4), [(24, 5), (8, 5), (8, 5)]),
-        (concatenate(5, 5), [(5, 3), (5, 3)]),
-        (transpose(9), [(4, 9)]),
-        (pad_rows(7, 12), [(7, 5)]),
-    ],
-)
-def test_inverse_and_every_slice(how: Rearrangement, shapes: list[Shape]) -> None:
-    hf = [torch.randn(shape) for shape in shapes]
-    mcore = how.to_mcore(*hf)
-    assert len(mcore) == how.rows
-    assert mcore.is_contiguous()
-    for back, original in zip(how.to_hf(mcore), hf, strict=True):
-        assert torch.equal(back, original)
-        assert back.is_contiguous()
-    columns = tuple(slice(0, n) for n in mcore.shape[1:])
-    narrow = tuple(slice(1, n) for n in mcore.shape[1:])
-    for start in range(how.rows):
-        for stop in range(start + 1, how.rows + 1):
-            for rest in (columns, narrow):
-                box = (slice(start, stop), *rest)
-                assert torch.equal(how.take(lambda s, part: hf[s][part], box), mcore[box])
-
-
-def test_a_slice_fetches_nothing_it_does_not_need() -> None:
-    how = concatenate(8, 8)
-    fetched: list[tuple[int, tuple[slice, ...]]] = []
-
-    def fetch(source: int, part: tuple[slice, ...]) -> Tensor:
-        fetched.append((source, part))
-        return torch.zeros([s.stop - s.start for s in part])
-
-    how.take(fetch, (slice(6, 9), slice(2, 3)))
-    assert fetched == [(0, (slice(6, 8), slice(2, 3))), (1, (slice(0, 1), slice(2, 3)))]
-
-
 def layer_name(i: int, name: str) -> str:
     return f"model.language_model.layers.{i}.{name}"
 
@@ -205,49 +135,3 @@ def test_an_expert_slice_reads_only_that_expert() -> None:
 def test_undeclared_expert_layout_is_refused() -> None:
     with pytest.raises(BadInput, match="how the fused experts are laid out"):
         table(replace(MOE, expert_layout=None))
-
-
-@pytest.mark.parametrize(
-    "size",
-    [
-        *("2b", "4b", "8b", "32b", "30b_a3b"),
-        *("qwen3.5_0.8b", "qwen3.5_9b", "qwen3.5_27b"),
-        *slow("235b_a22b", "qwen3.5_35b_a3b"),
-    ],
-)
-def test_parameters_are_those_of_the_hf_model(size: str) -> None:
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
-    with torch.device("meta"):
-        config = AutoConfig.from_pretrained(PUBLISHED / f"{size}.json")
-        model = AutoModelForImageTextToText.from_config(config)
-    a = Architecture.from_hf(PUBLISHED / f"{size}.json")
-    assert parameters.total(a) == sum(p.numel() for p in model.parameters())
-    assert parameters.count_by_part(a)["vision"] == sum(
-        p.numel() for p in model.model.visual.parameters()
-    )
-
-
-def test_active_parameters_are_those_of_the_experts_that_are_asked() -> None:
-    a = Architecture.from_hf(PUBLISHED / "30b_a3b.json")
-    idle = (a.num_experts - a.num_experts_per_tok) * 3 * a.hidden_size * a.moe_intermediate_size
-    assert parameters.active(a) == parameters.total(a) - a.num_hidden_layers * idle
-    dense = Architecture.from_hf(tiny_config())
-    assert parameters.active(dense) == parameters.total(dense)
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-def test_every_layer_has_its_own(mixed: bool) -> None:
-    text = {"mlp_only_layers": [1]} if mixed else {}
-    a = Architecture.from_hf(tiny_config(moe=True, text=text))
-    held = parameters.count(a)
-    for layer, moe in enumerate(a.moe_layers):
-        parts = {group.part for group in held if group.layer == layer}
-        assert parts == {"attention", "norms", *(("router", "experts") if moe else ("mlp",))}
-    assert {group.part for group in held if group.layer is None} == {
-        "vision", "embedding", "output layer", "norms",
-    }  # fmt: skip
-    divided = {group.part for group in held if group.divided}
-    assert not divided & {"vision", "norms", "router"}
-    whole = {group.part for group in held if not group.divided}
-    assert not divided & whole

@@ -1,9 +1,8 @@
-"""Chunks that do not fill a tensor exactly once are noticed, and casts lose no finite value."""
+"""Chunks that do not fill a tensor exactly once are noticed."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_qwen3vl.converters import torch_dist
 from mcore_qwen3vl.converters.mapping.rearrangement import Rearrangement
 from mcore_qwen3vl.converters.mapping.table import Row
 from mcore_qwen3vl.converters.megatron_checkpoint import (
@@ -27,8 +25,6 @@ from mcore_qwen3vl.converters.storage.boxes import (
     are_exact_cover,
     boxes_of_flat_range,
 )
-from mcore_qwen3vl.converters.storage.dtypes import DTYPES, all_finite, cast
-from mcore_qwen3vl.converters.torch_dist import TorchDistCheckpoint
 from mcore_qwen3vl.errors import BadInput
 
 
@@ -102,35 +98,6 @@ def test_a_layer_is_read_from_chunks_of_several_layers() -> None:
         assert torch.equal(stored.read_box(row, (slice(0, 3),)), whole[layer])
 
 
-def index(*chunks: tuple[Shape, FileRange]) -> CheckpointIndex:
-    stored = [Chunk(offsets, (2, 3), place) for offsets, place in chunks]
-    return CheckpointIndex({"w": ChunkedTensor(torch.float32, (4, 3), stored)}, {})
-
-
-A, B = FileRange("__0_0.distcp", 0, 10), FileRange("__0_0.distcp", 10, 10)
-Damage = Callable[[], CheckpointIndex]
-DAMAGES: dict[str, tuple[Damage, str]] = {
-    "shared bytes": (lambda: index(((0, 0), A), ((2, 0), replace(B, offset=9))), "overlap"),
-    "one place for two": (lambda: index(((0, 0), A), ((2, 0), A)), "overlap"),
-    "a hole": (lambda: index(((0, 0), A)), "do not fill the tensor once"),
-    "a hole and an overlap": (lambda: index(((0, 0), A), ((1, 0), B)), "do not fill the tensor"),
-    "outside": (lambda: index(((0, 0), A), ((3, 0), B)), "lies outside the tensor"),
-    "one corner twice": (lambda: index(((0, 0), A), ((0, 0), B)), "do not fill the tensor"),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGES)
-def test_metadata(tmp_path: Path, name: str) -> None:
-    damage, message = DAMAGES[name]
-    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    (tmp_path / "__0_0.distcp").write_bytes(bytes(20))
-    (tmp_path / ".metadata").write_bytes(torch_dist.dumps_metadata(index(((0, 0), A), ((2, 0), B))))
-    TorchDistCheckpoint(tmp_path)
-    (tmp_path / ".metadata").write_bytes(torch_dist.dumps_metadata(damage()))
-    with pytest.raises(BadInput, match=message):
-        TorchDistCheckpoint(tmp_path)
-
-
 @pytest.mark.parametrize("shape", [(), (7,), (5, 3), (3, 1, 4), (2, 3, 5), (4, 2, 3, 2)])
 def test_a_flat_range_is_a_few_boxes_in_order(shape: Shape) -> None:
     whole = torch.arange(prod(shape)).view(shape)
@@ -145,24 +112,3 @@ def test_a_flat_range_is_a_few_boxes_in_order(shape: Shape) -> None:
             found = torch.cat([part.reshape(-1) for part in parts]) if parts else torch.arange(0)
             assert found.tolist() == list(range(start, stop))
             assert len(boxes) <= max(2 * len(shape) - 1, 1)
-
-
-@pytest.mark.parametrize("dtype", DTYPES.values())
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_one_value_that_is_not_finite_is_found(dtype: torch.dtype, value: float) -> None:
-    for size in (1, 7, 64, 1003):
-        assert all_finite(torch.randn(size).to(dtype))
-        for place in {0, size // 2, size - 1}:
-            tensor = torch.randn(size).to(dtype)
-            tensor[place] = value
-            assert not all_finite(tensor), (size, place)
-    assert all_finite(torch.empty(0, dtype=dtype))
-
-
-def test_a_cast_that_overflows() -> None:
-    kept = torch.tensor([1.0, float("inf"), float("nan")])
-    assert cast(kept, torch.float16, "x").isinf().tolist() == [False, True, False]
-    with pytest.raises(BadInput, match=r"tensor x holds 7e\+04, more than float16"):
-        cast(torch.tensor([1.0, 7e4]), torch.float16, "x")
-    with pytest.raises(BadInput, match="more than bfloat16"):
-        cast(torch.tensor([torch.finfo(torch.float32).max]), torch.bfloat16, "x")
