@@ -142,7 +142,7 @@ LONGEST = (
     "losses/test_distillation.py",
     "training/checkpoints/test_resume.py",
     "verification/test_trace.py",
-    "data/loading/test_loader.py",
+    "data/test_loader.py",
     "losses/test_embedding.py",
     "verification/parity/test_memory.py",
     "losses/test_classify.py",

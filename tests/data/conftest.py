@@ -1,4 +1,4 @@
-"""A tiny processor and synthetic media, made once a session."""
+"""A tiny processor and synthetic media, made once a session, and loaders over real files."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import pytest
 from PIL import Image
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data import load_processor
+from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor
 from mcore_qwen3vl.tiny import tiny_config, write_processor
+from tests.data.loaders import IN_ORDER, MakeLoader
 
 
 @pytest.fixture(scope="session")
@@ -109,3 +110,31 @@ def question(index: int, *, image: bool = True, words: int = 3) -> dict[str, Any
 
 def chat(*turns: tuple[str, Any]) -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+@pytest.fixture
+def make(architecture: Architecture, processor_dir: Path) -> MakeLoader:
+    def make_loader(
+        *sources: Source | Path, config: DataConfig = IN_ORDER, **options: Any
+    ) -> Loader:
+        named = [one if isinstance(one, Source) else Source(one) for one in sources]
+        processor = load_processor(processor_dir)
+        return Loader(named, architecture, processor, config, **{"num_workers": 0, **options})
+
+    return make_loader
+
+
+@pytest.fixture
+def records(write_jsonl: WriteJsonl) -> Path:
+    mixed = [question(i, image=i % 3 > 0, words=i) for i in range(40)]
+    mixed.append({**chat(("user", "<video>?"), ("assistant", "a")), "videos": ["media/clip.mp4"]})
+    return write_jsonl(mixed)
+
+
+@pytest.fixture
+def written(tmp_path: Path, media: Path) -> Callable[[str], Path]:
+    """Return a function that writes the records of `WRITERS` as a kind of file."""
+    from tests.data.writers import WRITERS  # datasets, which is slow to import
+
+    (tmp_path / "media").symlink_to(media)
+    return lambda name: WRITERS[name](tmp_path, media)

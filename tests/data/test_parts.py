@@ -19,7 +19,7 @@ from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor
 from mcore_qwen3vl.data.encoding import balanced
 from tests.command import exit_code
 from tests.data.conftest import WriteJsonl, question
-from tests.data.test_side_by_side import odd_records
+from tests.data.test_inspection_side_by_side import odd_records
 
 Run = Callable[..., tuple[int | str, str, str]]
 

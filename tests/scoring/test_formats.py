@@ -21,7 +21,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.scoring.records import tally, write_npy, write_parquet
 from mcore_qwen3vl.scoring.score import ScoreRequest, score
 from tests.data.conftest import chat, write_png
-from tests.data.loading.test_formats import COUNT, OTHERS, QUICK, WRITERS
+from tests.data.writers import COUNT, OTHERS, QUICK, WRITERS
 from tests.turns import slow_except
 
 PLACE = ("file", "line", "record")

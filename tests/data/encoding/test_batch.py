@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from dataclasses import replace
 from itertools import pairwise
@@ -14,20 +13,15 @@ import torch
 from transformers import AutoConfig, Qwen3VLModel
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data import IGNORED, Batch, Counts, DataConfig, Source
+from mcore_qwen3vl.data import IGNORED, Batch, Counts, DataConfig
 from mcore_qwen3vl.data.encoding.batch import Batcher
-from mcore_qwen3vl.data.encoding.packing import best_fit
 from mcore_qwen3vl.data.encoding.pixels import PixelLoader
 from mcore_qwen3vl.data.encoding.planning import Plan
-from mcore_qwen3vl.data.loader import Loader
-from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.losses.embedding import Scores
-from mcore_qwen3vl.losses.kto import KtoLoss, Labelled, with_exchanged_answers
 from mcore_qwen3vl.losses.reward import Margins
-from mcore_qwen3vl.model.inputs import PER_PATCH, PixelScale
+from mcore_qwen3vl.model.inputs import PixelScale
 from tests.data.encoding.test_planning import RECORDS, planned
-from tests.losses.pairs import write_labelled
 
 SCALE = PixelScale(torch.zeros(1), torch.ones(1))
 NAMES = ["many_images", "video_and_image", "text", "multi_turn", "image", "video"]
@@ -196,119 +190,3 @@ def test_counts_add_up() -> None:
     assert Counts(samples=1, tokens=5) + Counts(samples=2, skipped=3) == Counts(
         samples=3, tokens=5, skipped=3
     )
-
-
-def test_best_fit_packs_everything_once_within_capacity() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for trial in range(50):
-        capacity = 64 + trial
-        lengths = torch.randint(1, capacity + 1, (40,), generator=generator).tolist()
-        packs = best_fit(lengths, capacity)
-        assert sorted(i for pack in packs for i in pack) == list(range(40))
-        assert all(sum(lengths[i] for i in pack) <= capacity for pack in packs)
-        assert packs == sorted(sorted(pack) for pack in packs)
-        # This is the bound of best-fit decreasing, with a trivial lower bound for the optimum.
-        assert len(packs) <= 11 / 9 * max(-(-sum(lengths) // capacity), big(lengths, capacity)) + 4
-
-
-def big(lengths: list[int], capacity: int) -> int:
-    return sum(2 * length > capacity for length in lengths)
-
-
-def test_best_fit_finds_the_tight_packing() -> None:
-    assert best_fit([3, 7, 5, 5, 8, 2], 10) == [[0, 1], [2, 3], [4, 5]]
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"packing": True, "micro_batch_size": 2}, "packed micro-batch is one"),
-        ({"packing": True, "pad_to_longest": True}, "no meaning with --packing"),
-        ({"length_multiple": 3}, "not a multiple of 3"),
-        ({"micro_batch_size": 0}, "must be positive"),
-        ({"overlong": "cut"}, "'drop' or 'truncate'"),
-        ({"max_bad_fraction": 2.0}, "a share"),
-    ],
-)
-def test_contradictory_settings_are_refused(config: dict[str, Any], said: str) -> None:
-    with pytest.raises(BadInput, match=said):
-        DataConfig(**{"seq_length": 256, **config})
-
-
-def loader(checkpoint: Path, data: Path, **settings: Any) -> Loader:
-    return Loader(
-        [Source(data)],
-        Architecture.from_hf(checkpoint),
-        load_processor(checkpoint),
-        DataConfig(records=KtoLoss.records, inputs=Labelled, **settings),
-        num_workers=0,
-    )
-
-
-def parts_of(batch: Batch) -> list[tuple[list[int], list[int]]]:
-    """Return the tokens of each sequence before its first trained one, and from there on."""
-    if batch.cu_seqlens is None:
-        places = [(row, 0) for row in range(len(batch.input_ids))]
-    else:
-        places = [(0, start) for start in batch.cu_seqlens.tolist()]
-    found = []
-    for (row, start), length in zip(places, batch.lengths, strict=False):
-        tokens = batch.input_ids[row, start : start + length].tolist()
-        weights = batch.loss_weights[row, start : start + length]
-        answer = int((weights > 0).nonzero()[0]) + 1  # the weight is that of the next token
-        found.append((tokens[:answer], tokens[answer:]))
-    return found
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"seq_length": 512, "packing": True},
-        {"seq_length": 512, "packing": True, "length_multiple": 8},
-        {"seq_length": 256, "micro_batch_size": 3},
-    ],
-)
-def test_each_prompt_gets_the_answer_of_the_record_before(
-    settings: dict[str, Any], dense: Path, tmp_path: Path
-) -> None:
-    data = write_labelled(tmp_path, 16)
-    labels = [json.loads(line)["label"] for line in data.read_text().splitlines()]
-    batches = loader(dense, data, **settings)
-    several = 0
-    for _ in range(5):
-        batch = next(batches)
-        assert batch.task.desirable.tolist() == [
-            labels[int(n.rsplit(":")[-1]) - 1] for n in batch.names
-        ]
-        own, other = parts_of(batch), with_exchanged_answers(batch)
-        answers = [answer for _, answer in own]
-        expected = zip([prompt for prompt, _ in own], answers[-1:] + answers[:-1], strict=True)
-        assert parts_of(other) == list(expected)
-        several += len(own) > 1
-        if batch.visual is not None:
-            assert other.visual is not None
-            assert torch.equal(batch.visual.grid_thw, other.visual.grid_thw)
-            for name in PER_PATCH:
-                assert getattr(other.visual, name) is getattr(batch.visual, name)
-    assert several > 2
-
-
-def test_an_exchanged_answer_that_does_not_fit_a_row_is_cut(dense: Path, tmp_path: Path) -> None:
-    texts = [("a" * 60, "b" * 10), ("a", "b" * 70)]
-    records = [{"prompt": p, "completion": c, "label": True} for p, c in texts]
-    data = tmp_path / "train.jsonl"
-    data.write_text("\n".join(map(json.dumps, records)) + "\n")
-    settings = {"micro_batch_size": 2, "shuffle": False}
-    whole = next(loader(dense, data, seq_length=512, **settings))
-    length = max(whole.lengths)
-    assert max(with_exchanged_answers(whole).lengths) > length
-    batch = next(loader(dense, data, seq_length=length, **settings))
-    assert max(with_exchanged_answers(batch).lengths) == length
-
-
-def test_other_records_are_bad(dense: Path, tmp_path: Path) -> None:
-    data = tmp_path / "train.jsonl"
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-    data.write_text(4 * (json.dumps({"messages": turns}) + "\n"))
-    with pytest.raises(BadInput, match="not a labelled record: --loss kto needs a label"):
-        next(loader(dense, data, seq_length=64, micro_batch_size=2))

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from mcore_qwen3vl.data.records import video
-from mcore_qwen3vl.data.records.media import Media
+from mcore_qwen3vl.data.records.media import Media, MediaFolder
 from mcore_qwen3vl.data.records.reading import BadSample, record_limit
 from mcore_qwen3vl.data.records.video import is_uneven, load_frames, probe_video
+from tests.data.conftest import write_video
 
 
 def write(
@@ -205,3 +206,17 @@ def test_a_quarter_turn_is_that_of_pyav(tmp_path: Path) -> None:
     assert degrees == 90  # counter-clockwise
     expected = np.rot90(load_frames(plain, np.arange(4)), 1, (1, 2))
     assert np.array_equal(load_frames(turned, np.arange(4)), expected)
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "webm"])
+def test_video_is_probed_and_decoded(suffix: str, tmp_path: Path) -> None:
+    path = write_video(tmp_path / f"a.{suffix}", frames=13, height=32, width=48, fps=10)
+    media = MediaFolder(tmp_path, {}).resolve("video", path.name)
+    metadata = probe_video(media)
+    assert (metadata.total_num_frames, metadata.height, metadata.width) == (13, 32, 48)
+    assert metadata.fps == pytest.approx(10)
+    every = load_frames(media, np.arange(13))
+    assert every.shape == (13, 32, 48, 3)
+    assert np.array_equal(load_frames(media, np.array([2, 7, 7, 12])), every[[2, 7, 7, 12]])
+    with pytest.raises(BadSample, match="holds 13 of the 14 frames"):
+        load_frames(media, np.arange(14))

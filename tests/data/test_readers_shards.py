@@ -19,7 +19,7 @@ from mcore_qwen3vl.data.inspection import check_data
 from mcore_qwen3vl.data.readers import unread_files
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import question, write_tar
-from tests.data.loading.conftest import MakeLoader
+from tests.data.loaders import MakeLoader
 
 ROWS = [{"text": f"text {i}"} for i in range(3)]
 

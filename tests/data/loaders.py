@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 
-from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data import Batch, DataConfig, Loader, Source, load_processor
-from tests.data.conftest import WriteJsonl, chat, question
+from mcore_qwen3vl.data import Batch, DataConfig, Loader
 
 MakeLoader = Callable[..., Loader]
 
 PACKED = DataConfig(seq_length=256, packing=True, packing_buffer=8, shuffle_buffer=7)
 IN_ORDER = DataConfig(seq_length=256, shuffle=False)
-
-
-@pytest.fixture
-def make(architecture: Architecture, processor_dir: Path) -> MakeLoader:
-    def make_loader(
-        *sources: Source | Path, config: DataConfig = IN_ORDER, **options: Any
-    ) -> Loader:
-        named = [one if isinstance(one, Source) else Source(one) for one in sources]
-        processor = load_processor(processor_dir)
-        return Loader(named, architecture, processor, config, **{"num_workers": 0, **options})
-
-    return make_loader
 
 
 def lines(batch: Batch) -> list[int]:
@@ -46,10 +29,3 @@ def same(left: Batch, right: Batch) -> bool:
     elif not torch.equal(left.visual.pixel_values, right.visual.pixel_values):
         return False
     return left.names == right.names and left.counts == right.counts
-
-
-@pytest.fixture
-def records(write_jsonl: WriteJsonl) -> Path:
-    mixed = [question(i, image=i % 3 > 0, words=i) for i in range(40)]
-    mixed.append({**chat(("user", "<video>?"), ("assistant", "a")), "videos": ["media/clip.mp4"]})
-    return write_jsonl(mixed)

@@ -22,8 +22,8 @@ from mcore_qwen3vl.data.readers import TableReader
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.losses.preference import PreferenceLoss
 from tests.data.conftest import WriteJsonl, question
-from tests.data.loading.conftest import MakeLoader, lines
-from tests.data.loading.test_formats import WRITERS
+from tests.data.loaders import MakeLoader, lines
+from tests.data.writers import WRITERS
 from tests.turns import slow, slow_except
 
 COUNT = 23

@@ -1,10 +1,9 @@
-"""The same samples in every kind of file are read, resumed, blended and refused alike."""
+"""The same samples in every kind of file are read, resumed and refused alike."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,110 +13,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from datasets import Dataset, DatasetDict, Features, List, Value
-from datasets import Image as ImageFeature
-from datasets.utils.logging import disable_progress_bar
 
-from mcore_qwen3vl.data import DataConfig, parse_sources, readers
+from mcore_qwen3vl.data import DataConfig, readers
 from mcore_qwen3vl.data.inspection import check_data
 from mcore_qwen3vl.data.readers import TableReader
 from mcore_qwen3vl.errors import BadInput
-from tests.data.conftest import question, write_tar
-from tests.data.loading.conftest import PACKED, MakeLoader, same
+from tests.data.loaders import PACKED, MakeLoader, same
+from tests.data.writers import (
+    COUNT,
+    OTHERS,
+    QUICK,
+    RECORDS,
+    TABLES,
+    WRITERS,
+)
 from tests.turns import slow_except
-
-disable_progress_bar()
-
-COUNT = 45
-RECORDS = [question(i, image=i % 3 > 0, words=i) for i in range(COUNT)]
-MESSAGES = List({"role": Value("string"), "content": Value("string")})
-
-
-def as_jsonl(folder: Path, media: Path) -> Path:
-    path = folder / "data.jsonl"
-    path.write_text("\n".join(map(json.dumps, RECORDS)))
-    return path
-
-
-def as_array(folder: Path, media: Path) -> Path:
-    path = folder / "data.json"
-    path.write_text(json.dumps(RECORDS, indent=2))
-    return path
-
-
-def as_lines_called_json(folder: Path, media: Path) -> Path:
-    (folder / "lines.json").write_text("\n\n".join(map(json.dumps, RECORDS)) + "\n")
-    return folder / "lines.json"
-
-
-def as_parquet_of_bytes(folder: Path, media: Path) -> Path:
-    """Write images as a column of bytes, in row groups of an odd size."""
-    rows = [{**r, "images": [_bytes(media, name) for name in r.get("images", [])]} for r in RECORDS]
-    pq.write_table(pa.Table.from_pylist(rows), folder / "data.parquet", row_group_size=17)
-    return folder / "data.parquet"
-
-
-def _hf(media: Path) -> Dataset:
-    """Make a data set whose images are the struct of datasets' own feature."""
-    images = [[str(media / Path(n).name) for n in r.get("images", [])] for r in RECORDS]
-    columns = {"messages": [r["messages"] for r in RECORDS], "images": images}
-    features = Features({"messages": MESSAGES, "images": List(ImageFeature())})
-    return Dataset.from_dict(columns, features=features)
-
-
-def as_saved(folder: Path, media: Path) -> Path:
-    _hf(media).save_to_disk(folder / "saved", num_shards=3)
-    return folder / "saved"
-
-
-def as_saved_dict(folder: Path, media: Path) -> Path:
-    whole = _hf(media)
-    DatasetDict({"test": whole.select([0]), "train": whole}).save_to_disk(folder / "dict")
-    return folder / "dict"
-
-
-def as_shards(folder: Path, media: Path) -> Path:
-    """Write shards like `push_to_hub`."""
-    (folder / "hub" / "data").mkdir(parents=True)
-    whole = _hf(media)
-    for shard in range(2):
-        name = f"train-0000{shard}-of-00002.parquet"
-        whole.shard(2, shard, contiguous=True).to_parquet(folder / "hub" / "data" / name)
-    whole.select([0]).to_parquet(folder / "hub" / "data" / "validation-00000-of-00001.parquet")
-    return folder / "hub"
-
-
-def as_tars(folder: Path, media: Path) -> Path:
-    members = []
-    for index, record in enumerate(RECORDS):
-        named = {**record, "images": ["png"]} if "images" in record else record
-        members.append((f"{index:03}.json", json.dumps(named).encode()))
-        if "images" in record:
-            members.append((f"{index:03}.png", _bytes(media, record["images"][0])))
-    return write_tar(folder / "tars" / "0.tar", members).parent
-
-
-def _bytes(media: Path, name: str) -> bytes:
-    return (media / Path(name).name).read_bytes()
-
-
-WRITERS: dict[str, Callable[[Path, Path], Path]] = {
-    name.removeprefix("as_"): function
-    for name, function in list(globals().items())
-    if name.startswith("as_")
-}
-TABLES = ("parquet_of_bytes", "saved", "saved_dict", "shards")
-
-
-@pytest.fixture
-def written(tmp_path: Path, media: Path) -> Callable[[str], Path]:
-    (tmp_path / "media").symlink_to(media)
-    return lambda name: WRITERS[name](tmp_path, media)
-
-
-OTHERS = [name for name in WRITERS if name != "jsonl"]
-QUICK = ("array", "saved", "tars")
-"""Kinds of files that stand for the others where time is short."""
 
 
 @pytest.mark.parametrize("name", slow_except(OTHERS, *QUICK))
@@ -337,114 +247,3 @@ def test_bad_rows_are_counted_and_named(name: str, written: Callable[[str], Path
     wanted = place.get(name) or {"saved_dict": ".arrow[21]", "shards": ".parquet[21]"}[name]
     assert report.bad[0].sample.endswith(wanted)
     assert report.formats == {"messages": COUNT - 1}
-
-
-def test_kinds_of_files_blend(written: Callable[[str], Path], make: MakeLoader) -> None:
-    sources = parse_sources(["3", str(written("array")), "1", str(written("saved"))])
-    stream = make(*sources)
-    files = Counter("json" if ".json[" in next(stream).names[0] else "hf" for _ in range(160))
-    assert 98 < files["json"] < 142  # 120 expected, deviation 5.5
-
-
-@pytest.fixture
-def write_mixture(tmp_path: Path) -> Callable[..., Path]:
-    def write(text: str) -> Path:
-        (tmp_path / "mixture.yaml").write_text(text)
-        return tmp_path / "mixture.yaml"
-
-    return write
-
-
-def test_a_mixture_says_everything_of_its_data_sets(
-    written: Callable[[str], Path], make: MakeLoader,
-    write_mixture: Callable[..., Path], tmp_path: Path,
-) -> None:  # fmt: skip
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    big = [{**question(i), "images": ["2.png"]} for i in range(1, 8)]
-    (elsewhere / "b.jsonl").write_text("\n".join(map(json.dumps, big)))
-    written("saved")
-    mixture = write_mixture(
-        "datasets:\n"
-        "  - {path: saved, epochs: 2, max_samples: 6}\n"
-        "  - {path: elsewhere/b.jsonl, epochs: 1, media: media, system: Look., train_on: last,\n"
-        "     image_max_tokens: 4}\n"
-    )
-    stream = make(*parse_sources([str(mixture)]))
-    batches = [next(stream) for _ in range(2 * 6 + 7)]
-    names = Counter(name.rsplit("/", 1)[-1] for batch in batches for name in batch.names)
-    assert {name: c for name, c in names.items() if "arrow" in name} == {
-        f"data-00000-of-00003.arrow[{i}]": 2 for i in range(1, 7)
-    }
-    assert {name: c for name, c in names.items() if "jsonl" in name} == {
-        f"b.jsonl:{i}": 1 for i in range(1, 8)
-    }
-    patches = {"b.jsonl": set(), "arrow": set()}
-    for batch in batches:
-        kind = "b.jsonl" if "b.jsonl" in batch.names[0] else "arrow"
-        patches[kind].add(batch.counts.patches)
-    assert patches["b.jsonl"] == {16}  # four tokens, each of two by two patches
-    assert max(patches["arrow"]) > 16
-
-
-def test_max_samples_of_a_metadataset_is_refused_and_its_remedies_work(
-    written: Callable[[str], Path], make: MakeLoader,
-    write_mixture: Callable[..., Path], tmp_path: Path,
-) -> None:  # fmt: skip
-    name = written("jsonl").name
-    blend = tmp_path / "blend.yaml"
-    metadataset = (
-        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
-        "      - {{path: {name}{subset}}}\n"
-    )
-    blend.write_text(metadataset.format(name=name, subset=""))
-    with pytest.raises(BadInput, match=r"max_samples is 6 for .*/blend\.yaml, .*subset:"):
-        make(*parse_sources([str(write_mixture("datasets: [{path: blend.yaml, max_samples: 6}]"))]))
-    blend.write_text(metadataset.format(name=name, subset=", subset: {range: [0, 6]}"))
-    for entry in ("{path: blend.yaml}", f"{{path: {name}, max_samples: 6}}"):
-        stream = make(*parse_sources([str(write_mixture(f"datasets: [{entry}]"))]))
-        assert {next(stream).names[0].rsplit(":", 1)[1] for _ in range(12)} == set("123456")
-
-
-@pytest.mark.parametrize("balance", [False, True])
-def test_joined_webdatasets_are_refused(
-    balance: bool, written: Callable[[str], Path], make: MakeLoader, tmp_path: Path
-) -> None:
-    name = written("tars").name
-    blend = tmp_path / "blend.yaml"
-    blend.write_text(
-        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    join:\n"
-        f"      - {{path: {name}}}\n      - {{path: {name}}}\n"
-        "    joiner: {__module__: megatron.energon, __class__: CaptioningSample}\n"
-    )
-    with pytest.raises(BadInput, match=r"blend\.yaml joins WebDatasets .*into one WebDataset"):
-        make(*parse_sources([str(blend)]), config=replace(PACKED, balance=balance))
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("datasets: []", "at least one"),
-        ("datasets: [{weight: 1}]", "data set 1 must be an object with a path"),
-        (
-            "datasets: [{path: a, wieght: 1}]",
-            "data set 1: unknown key 'wieght'; the known keys are path",
-        ),
-        ("datasets: [{path: a, weight: much}]", "weight is 'much'; float is needed"),
-        ("datasets: [{path: a, weight: 0}]", "weight is 0; it must be above 0"),
-        ("datasets: [{path: a, weight: .nan}]", "weight is nan; it must be above 0, and finite"),
-        ("datasets: [{path: a}, {path: b, epochs: 2}]", "Some data sets have epochs and some"),
-        ("datasets: [{path: a, epochs: 1, weight: 1}]", "has both weight and epochs"),
-        ("datasets: [{path: a, format: csv}]", "format is 'csv'; the formats are messages"),
-        ("datasets: [{path: a, train_on: '('}]", "neither all nor last"),
-        ("datasets: [{path: a, preprocess: m:f, format: caption}]", "both preprocess and format"),
-        ("datasets: [{path: a, max_samples: 1.5}]", "max_samples is 1.5; int is needed"),
-        ("{datasets: [{path: a}], seed: 1}", "unknown key 'seed'; the only key is datasets"),
-        ("datasets: [", "cannot be read as YAML"),
-    ],
-)
-def test_a_malformed_mixture_is_refused(
-    text: str, said: str, write_mixture: Callable[..., Path]
-) -> None:
-    with pytest.raises(BadInput, match=said):
-        parse_sources([str(write_mixture(text))])

@@ -1,10 +1,9 @@
-"""Energon's real loaders shard, blend and resume real files, and skip bad samples."""
+"""Energon's real loaders shard, blend and resume real files."""
 
 from __future__ import annotations
 
 import gc
 import json
-import logging
 import multiprocessing
 import os
 import shutil
@@ -39,8 +38,8 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.tiny.tiny_checkpoint import TINY
 from tests.data.conftest import WriteJsonl, chat, question, write_tar
-from tests.data.loading.conftest import PACKED, MakeLoader, lines, same
-from tests.data.loading.test_formats import WRITERS
+from tests.data.loaders import PACKED, MakeLoader, lines, same
+from tests.data.writers import WRITERS
 from tests.turns import slow
 
 PADDED = DataConfig(seq_length=256, micro_batch_size=2, pad_to_longest=True)
@@ -271,80 +270,6 @@ def test_webdataset_of_captions_interleaved_documents_and_chats(
     assert trained == ["a caption" + end, " " + " y" + end, "z<|im_end|>", "in json" + end]
 
 
-BAD = {
-    2: "{broken json",
-    5: chat(("user", "q"), ("assistant", " ")),
-    7: {**chat(("user", "<image>"), ("assistant", "a")), "images": ["media/gone.png"]},
-    8: {**chat(("user", "<image>"), ("assistant", "a")), "images": ["cut.png"]},
-    11: chat(("user", "<image>"), ("assistant", "a")),
-    12: chat(("user", "<|image_pad|>"), ("assistant", "a")),
-}
-
-
-@pytest.fixture
-def flawed(write_jsonl: WriteJsonl, media: Path, tmp_path: Path) -> Path:
-    (tmp_path / "cut.png").write_bytes((media / "2.png").read_bytes()[:2000])
-    good: list[Any] = [question(i) for i in range(16)]
-    return write_jsonl([BAD.get(i, record) for i, record in enumerate(good)])
-
-
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("workers", [0, *slow(1)])
-def test_bad_samples_are_skipped_counted_and_named(
-    workers: int,
-    packing: bool,
-    make: MakeLoader,
-    flawed: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    config = DataConfig(
-        seq_length=256, shuffle=False, packing=packing, packing_buffer=4, max_bad_fraction=1
-    )
-    loader = make(flawed, config=config, num_workers=workers)
-    seen: list[int] = []
-    skipped = 0
-    with caplog.at_level(logging.WARNING):
-        while len(seen) < 20:  # two epochs of ten good samples
-            batch = next(loader)
-            seen += lines(batch)
-            skipped += batch.counts.skipped
-    assert sorted(set(seen)) == [i for i in range(16) if i not in BAD]
-    assert skipped == len(BAD)  # each is counted once, in either epoch
-    if workers == 0:  # a worker process logs for itself
-        for line in BAD:
-            named = [m for m in caplog.messages if f"data.jsonl:{line + 1} skipped: " in m]
-            assert len(named) == 1, line
-        assert "media/gone.png: No such file" in caplog.text
-
-
-@pytest.mark.parametrize("workers", [0, *slow(1)])
-def test_too_many_bad_samples_stop_the_run(workers: int, make: MakeLoader, flawed: Path) -> None:
-    config = DataConfig(seq_length=256, shuffle=False, max_bad_fraction=0.25, bad_fraction_floor=12)
-    loader = make(flawed, config=config, num_workers=workers)
-    with pytest.raises(BadInput) as stop:
-        list(islice(loader, 20))
-    message = str(stop.value)
-    assert message.startswith("5 of about 16 records are bad, more than the accepted share of 0.25")
-    assert "data.jsonl:12" in message
-    assert "Traceback" not in message
-
-
-@pytest.mark.parametrize(("bad", "stops"), [(1, False), (2, True)])
-def test_the_share_of_bad_records_is_that_of_the_data_set(
-    bad: int, stops: bool, make: MakeLoader, write_jsonl: WriteJsonl
-) -> None:
-    """One line of 31 is 3.2 %, however often and by however many workers it is read."""
-    good = [question(i, image=False) for i in range(31 - bad)]
-    path = write_jsonl(["{broken json", good.pop(), *["{broken json"] * (bad - 1), *good])
-    loader = make(path, config=DataConfig(seq_length=256, shuffle=False), dp_size=2)
-    if not stops:
-        batches = [next(loader) for _ in range(70)]  # two epochs
-        assert sum(batch.counts.skipped for batch in batches) == 1
-        return
-    with pytest.raises(BadInput, match="2 of about 31 records are bad, more than the accep"):
-        list(islice(loader, 2))
-
-
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "tar"])
 def test_a_key_with_two_values_makes_a_record_bad(
     suffix: str, make: MakeLoader, write_jsonl: WriteJsonl, tmp_path: Path, processor: Any
@@ -369,18 +294,6 @@ def test_a_key_with_two_values_makes_a_record_bad(
         list(islice(loader, 4))
 
 
-def test_overlong_samples_are_counted_apart_and_never_stop(
-    make: MakeLoader, write_jsonl: WriteJsonl
-) -> None:
-    path = write_jsonl([question(i, image=False, words=2 + 98 * (i % 2)) for i in range(10)])
-    config = DataConfig(seq_length=128, shuffle=False, max_bad_fraction=0.0)
-    loader = make(path, config=config)
-    batches = [next(loader) for _ in range(10)]
-    assert [lines(b) for b in batches] == [[0], [], [2], [], [4], [], [6], [], [8], []]
-    assert [b.counts.dropped for b in batches] == [0, 1] * 5
-    assert not any(b.counts.skipped for b in batches)
-
-
 @pytest.mark.parametrize(
     ("made_for", "advice"),
     [
@@ -403,16 +316,6 @@ def test_preference_records_of_another_program_are_named(
     loader = make(path, config=DataConfig(seq_length=256, shuffle=False, **made_for))
     with pytest.raises(BadInput, match=f"{advice}.*--preprocess"):
         next(loader)
-
-
-def test_overlong_samples_alone_stop(
-    make: MakeLoader, write_jsonl: WriteJsonl, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mcore_qwen3vl.data.encoding.guard.OVERLONG_IN_A_ROW", 25)
-    path = write_jsonl([question(i, image=False, words=100 * (i < 30)) for i in range(31)])
-    loader = make(path, config=DataConfig(seq_length=128, shuffle=False))
-    with pytest.raises(BadInput, match=r"last 25 samples .* over-long.*Raise --seq-length"):
-        list(islice(loader, 25))
 
 
 @pytest.mark.usefixtures("impatient")

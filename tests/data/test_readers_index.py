@@ -20,7 +20,7 @@ from mcore_qwen3vl.data import readers
 from mcore_qwen3vl.data.readers import ensure_index, index_beside
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import WriteJsonl, chat, question, write_tar
-from tests.data.loading.conftest import PACKED, MakeLoader, lines, same
+from tests.data.loaders import PACKED, MakeLoader, lines, same
 from tests.writes import kill_at
 
 

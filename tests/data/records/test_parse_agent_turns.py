@@ -10,9 +10,9 @@ import pytest
 
 from mcore_qwen3vl.data.records.parse import Conversation, parse_record, records_of_turns
 from mcore_qwen3vl.data.records.reading import BadSample, Reading
+from tests.data.encoding.test_planning_left_out import A, MediaFolder, Path, Q, rendered, talk
 from tests.data.records.format_examples import CALL, TEMPLATE, WEATHER
 from tests.data.records.published_templates import INSTRUCT, THINKING
-from tests.data.records.test_left_out import A, MediaFolder, Path, Q, rendered, talk
 
 CALLS = [{"id": "1", "type": "function", "function": CALL}]
 TEXT_ARGUMENTS = {**CALL, "arguments": json.dumps(CALL["arguments"])}
