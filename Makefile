@@ -40,7 +40,7 @@ numerics: $(ENVIRONMENT) ## what computes, under other instruction sets and thre
 
 test-trl: $(ENVIRONMENT) ## losses against TRL's and sentence-transformers', which are installed for it
 	$(UV) run --quiet --with 'trl>=1.16,<1.17' --with 'sentence-transformers>=5.7,<5.8' \
-	  python -m pytest tests/losses/test_trl.py tests/losses/test_contrastive.py \
+	  python -m pytest tests/losses/test_trl.py tests/losses/test_embedding_contrastive.py \
 	  tests/losses/test_sentence_transformers.py $(ARGS)
 
 test-clusters: $(ENVIRONMENT) ## SkyPilot checks its file, Kubeflow's schema the other

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from mcore_qwen3vl.converters.identify import identify
 from mcore_qwen3vl.converters.torch_dist import read_metadata
-from mcore_qwen3vl.losses.distillation import Distillation
+from mcore_qwen3vl.losses.distillation import Distillation, DistillationLoss
 from mcore_qwen3vl.scoring.score import ScoreRequest, score
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa
+from mcore_qwen3vl.training.data_provider import data_config
 from mcore_qwen3vl.verification.curves import (
     Job,
     curve_of,
@@ -27,6 +28,7 @@ from mcore_qwen3vl.verification.curves import (
     train_and_rewind,
     worst_difference,
 )
+from tests.losses.flags import BY_JSD, DISTILL, loss_of, parsed
 from tests.training.log import entries_of
 from tests.training.one_step import Plain, check_step, plain_model, random_adapter, step_job
 from tests.turns import slow_except
@@ -242,3 +244,21 @@ def test_a_validation_without_training_has_its_teacher(
     (entry,) = entries_of(tmp_path / "run")
     assert entry["iteration"] == 0
     assert entry["validation distill loss"] > 0.1
+
+
+def test_values_and_defaults_of_a_distillation(dense: Path) -> None:
+    found = parsed(dense, *DISTILL, *BY_JSD, "--distill-beta", "0.1", "--distill-temperature", "2")
+    assert isinstance(found.loss, DistillationLoss)
+    assert found.loss.settings == Distillation("jsd", 0.1, 2.0)
+    assert data_config(found).teacher_temperature == 2
+    assert loss_of(dense, DistillationLoss, *DISTILL).settings == Distillation(
+        "forward", 0.5, 1.0, 0.0
+    )
+    assert data_config(parsed(dense)).teacher_temperature is None
+
+
+def test_a_live_teacher_needs_no_file_and_sees_what_is_cut_off(dense: Path) -> None:
+    found = parsed(dense, *DISTILL, "--teacher", "X", "--overlong", "truncate")
+    assert isinstance(found.loss, DistillationLoss)
+    assert found.loss.teacher_top_k == 64
+    assert data_config(found).teacher_temperature is None

@@ -20,10 +20,11 @@ from transformers import AutoModel, AutoProcessor, Qwen3_5Model, Qwen3VLModel
 from mcore_qwen3vl import machine
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.losses.embedding import Contrastive
+from mcore_qwen3vl.losses.embedding import Contrastive, Embedding
 from mcore_qwen3vl.scoring.score import ScoreRequest, _ScoringJob, score
 from mcore_qwen3vl.verification.curves import Job, train
 from mcore_qwen3vl.verification.parity.case import ADAPTERS, write_random_adapter
+from tests.losses.flags import TASK, loss_of, parsed
 from tests.losses.retrieval import embedding, plain_step, texts_of
 from tests.losses.whole_batch import LAYOUTS, PACKED, scored, trained_twice
 from tests.training.one_step import TOLERANCE, check_step, step_job
@@ -241,3 +242,11 @@ def test_only_parquet_needs_pyarrow(
     _ScoringJob(request)
     with pytest.raises(BadInput, match=r"out\.parquet needs the package pyarrow"):
         _ScoringJob(replace(request, out=tmp_path / "out.parquet"))
+
+
+def test_values_and_defaults_of_an_embedding(moe: Path) -> None:
+    found = parsed(moe, *TASK, "--temperature", "0.2", "--matryoshka-dims", "8", "16")
+    assert isinstance(found.loss, Embedding)
+    assert found.loss.contrastive == Contrastive(0.2, (8, 16))
+    assert found.compute.moe_aux_loss_coeff == 0
+    assert loss_of(moe, Embedding, *TASK).contrastive == Contrastive(0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from mcore_qwen3vl.data import Batch, DataConfig, Source
 from mcore_qwen3vl.data.loader import Loader
 from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.losses.kto import Kto, KtoLoss, Labelled, with_exchanged_answers
+from mcore_qwen3vl.losses.kto import Kto, KtoLoss, Labelled, labelled_losses, with_exchanged_answers
 from mcore_qwen3vl.model.inputs import PER_PATCH
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from tests.losses.flags import KTO, loss_of, parsed
 from tests.losses.pairs import plain_kto_step, write_labelled
 from tests.training.one_step import TOLERANCE, check_step, random_adapter, step_job
 from tests.turns import slow_except
@@ -168,3 +170,44 @@ def test_other_records_are_bad(dense: Path, tmp_path: Path) -> None:
     data.write_text(4 * (json.dumps({"messages": turns}) + "\n"))
     with pytest.raises(BadInput, match="not a labelled record: --loss kto needs a label"):
         next(loader(dense, data, seq_length=64, micro_batch_size=2))
+
+
+def test_values_and_defaults_of_kto(dense: Path) -> None:
+    found = parsed(dense, *KTO, "--beta", "0.4", "--desirable-weight", "1.5")
+    assert isinstance(found.loss, KtoLoss)
+    assert found.loss.settings == Kto(0.4, 1.5, 1.0)
+    assert found.loss.reference_of(found.lora) == "adapter"
+    assert loss_of(dense, KtoLoss, *KTO).settings == Kto()
+
+
+ANSWERS = torch.tensor([-11.0, -17.5, -30.25, -4.5], dtype=torch.float64)
+
+
+REFERENCES = torch.tensor([-12.5, -16.0, -28.0, -4.75], dtype=torch.float64)
+
+
+DESIRABLE = torch.tensor([True, False, True, False])
+
+
+def kto_by_hand(policy: float, answer: int, baseline: float, kto: Kto) -> float:
+    change = policy - float(REFERENCES[answer])
+    sign, weight = (1, kto.desirable_weight) if DESIRABLE[answer] else (-1, kto.undesirable_weight)
+    value = 1 / (1 + math.exp(-kto.beta * sign * (change - max(baseline, 0.0))))
+    return weight * (1 - value)
+
+
+@pytest.mark.parametrize("kto", [Kto(), Kto(0.4), Kto(0.3, 0.5, 1.75)], ids=str)
+@pytest.mark.parametrize("baseline", [0.8, 0.0, -0.6])
+def test_losses_of_labelled_answers_are_those_of_the_formula(kto: Kto, baseline: float) -> None:
+    policy = ANSWERS.clone().requires_grad_()
+    found, rewards = labelled_losses(
+        policy, REFERENCES, DESIRABLE, torch.tensor(baseline, dtype=torch.float64), kto
+    )
+    found.sum().backward()
+    assert policy.grad is not None
+    assert rewards.tolist() == pytest.approx((kto.beta * (ANSWERS - REFERENCES)).tolist())
+    step = 1e-6
+    for answer, value in enumerate(ANSWERS.tolist()):
+        assert float(found[answer]) == pytest.approx(kto_by_hand(value, answer, baseline, kto))
+        up, down = (kto_by_hand(value + one, answer, baseline, kto) for one in (step, -step))
+        assert float(policy.grad[answer]) == pytest.approx((up - down) / (2 * step), rel=1e-6)

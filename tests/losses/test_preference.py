@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from mcore_qwen3vl.losses.preference import Preference
+from mcore_qwen3vl.losses.pairs import numbers_of_rewards
+from mcore_qwen3vl.losses.preference import Preference, PreferenceLoss, pair_losses
 from mcore_qwen3vl.scoring.score import ScoreRequest, score
 from mcore_qwen3vl.verification.curves import (
     DISTRIBUTED,
@@ -20,6 +23,7 @@ from mcore_qwen3vl.verification.curves import (
     train_and_rewind,
     worst_difference,
 )
+from tests.losses.flags import RANK_4, loss_of
 from tests.losses.pairs import as_tar, plain_curve, plain_step, write_pairs
 from tests.training.log import entries_of
 from tests.training.one_step import check_step, random_adapter, step_job
@@ -214,3 +218,114 @@ def test_an_adapter_trains_without_a_reference(
     adapter = random_adapter(tmp_path, dense)
     job = step_job(dense, pairs, "dp2", *flags, lora=adapter)
     check_step(job, plain_step(job, preference), f"{preference.loss} loss", tmp_path)
+
+
+def test_values_and_defaults(dense: Path) -> None:
+    flags = ("--loss", "dpo", "--dpo-beta", "0.4", "--rpo-alpha", "2", *RANK_4)
+    assert loss_of(dense, PreferenceLoss, *flags).pair_settings == Preference(
+        beta=0.4, rpo_alpha=2.0
+    )
+    of_simpo, of_orpo = (PreferenceLoss(loss).pair_settings for loss in ("simpo", "orpo"))
+    assert of_simpo == Preference("simpo", 2.0, gamma=1.0)
+    assert of_orpo == Preference("orpo", 0.1, rpo_alpha=1.0)
+
+
+POLICY = torch.tensor([[-11.0, -17.5], [-30.25, -21.0], [-4.0, -4.5]], dtype=torch.float64)
+
+
+REFERENCE = torch.tensor([[-12.5, -16.0], [-28.0, -23.0], [-4.25, -4.0]], dtype=torch.float64)
+
+
+LENGTHS = torch.tensor([[3.0, 7.0], [11.0, 5.0], [2.0, 13.0]], dtype=torch.float64)
+
+
+CASES = [
+    Preference(),
+    Preference(beta=0.37),
+    Preference(beta=0.7, label_smoothing=0.15),
+    Preference("hinge", beta=0.6),
+    Preference("ipo", beta=0.2),
+    Preference(beta=0.3, rpo_alpha=1.7),
+    Preference("ipo", beta=0.9, rpo_alpha=0.4),
+    Preference("simpo", beta=2.5, gamma=0.55),
+    Preference("simpo", beta=0.3, gamma=0.0, rpo_alpha=0.8),
+    Preference("orpo", beta=0.35, rpo_alpha=1.0),
+]
+
+
+def by_hand(policy: list[float], pair: int, p: Preference) -> float:
+    """Compute the loss of one pair with Python's floats."""
+    (chosen, rejected), (r_chosen, r_rejected) = policy, REFERENCE[pair].tolist()
+    n_chosen, n_rejected = LENGTHS[pair].tolist()
+
+    def sigmoid(x: float) -> float:
+        return 1 / (1 + math.exp(-x))
+
+    if p.kind in ("simpo", "orpo"):
+        means = chosen / n_chosen, rejected / n_rejected
+        if p.kind == "simpo":
+            loss = -math.log(sigmoid(p.beta * (means[0] - means[1]) - p.gamma))
+        else:
+            odds = [math.exp(mean) / (1 - math.exp(mean)) for mean in means]
+            loss = -p.beta * math.log(sigmoid(math.log(odds[0] / odds[1])))
+        return loss - p.rpo_alpha * means[0]
+    gap = (chosen - r_chosen) - (rejected - r_rejected)
+    if p.kind == "sigmoid":
+        right, wrong = sigmoid(p.beta * gap), sigmoid(-p.beta * gap)
+        loss = -(1 - p.label_smoothing) * math.log(right) - p.label_smoothing * math.log(wrong)
+    elif p.kind == "hinge":
+        loss = max(0.0, 1 - p.beta * gap)
+    else:
+        means = (chosen / n_chosen - r_chosen / n_chosen) - (
+            rejected / n_rejected - r_rejected / n_rejected
+        )
+        loss = (means - 1 / (2 * p.beta)) ** 2
+    return loss + p.rpo_alpha * (-chosen / n_chosen)
+
+
+@pytest.mark.parametrize("preference", CASES, ids=str)
+def test_losses_and_gradients_are_those_of_the_formula(preference: Preference) -> None:
+    policy = POLICY.clone().requires_grad_()
+    reference = REFERENCE if preference.has_reference else None
+    losses, _ = pair_losses(policy, reference, LENGTHS, preference)
+    losses.sum().backward()
+    assert policy.grad is not None
+    step = 1e-6
+    for pair in range(len(POLICY)):
+        values = POLICY[pair].tolist()
+        assert float(losses[pair]) == pytest.approx(by_hand(values, pair, preference))
+        for side in range(2):
+            up, down = list(values), list(values)
+            up[side] += step
+            down[side] -= step
+            slope = (by_hand(up, pair, preference) - by_hand(down, pair, preference)) / (2 * step)
+            assert float(policy.grad[pair, side]) == pytest.approx(slope, rel=1e-6, abs=1e-8)
+
+
+def test_rewards_margins_and_accuracies() -> None:
+    _, rewards = pair_losses(POLICY, REFERENCE, LENGTHS, Preference(beta=0.5))
+    numbers = {name: values.tolist() for name, values in numbers_of_rewards(rewards).items()}
+    assert numbers == {
+        "rewards chosen": [0.75, -1.125, 0.125],
+        "rewards rejected": [-0.75, 1.0, -0.25],
+        "rewards margin": [1.5, -2.125, 0.375],
+        "rewards accuracy": [1.0, 0.0, 1.0],
+    }
+
+
+def test_rewards_without_a_reference_are_means_over_tokens() -> None:
+    _, rewards = pair_losses(POLICY, None, LENGTHS, Preference("simpo", beta=1.5, gamma=1.0))
+    assert rewards[:, 0].tolist() == pytest.approx([-5.5, -4.125, -3.0])
+    assert rewards[:, 1].tolist() == pytest.approx([-3.75, -6.3, -0.519230769])
+    assert numbers_of_rewards(rewards)["rewards accuracy"].tolist() == [0.0, 1.0, 0.0]
+
+
+def test_answers_that_are_certain_have_finite_odds() -> None:
+    """A probability that float32 rounds to 1 would make the gradient NaN for the whole model."""
+    policy = torch.tensor([[0.0, -3.0], [-1e-9, 0.0], [-2.0, -1e-8]]).requires_grad_()
+    preference = Preference("orpo", beta=0.1, rpo_alpha=1.0)
+    losses, _ = pair_losses(policy, None, torch.ones(3, 2), preference)
+    losses.sum().backward()
+    assert policy.grad is not None
+    assert losses.isfinite().all()
+    assert policy.grad.isfinite().all()

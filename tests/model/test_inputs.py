@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.model.inputs import PixelScale, length_multiple, local_positions, visual_inputs
+from mcore_qwen3vl.model.inputs import (
+    PixelScale,
+    length_multiple,
+    local_positions,
+    require_right_padding,
+    visual_inputs,
+)
 from tests.model.visual_batches import ARCHITECTURE, batch
 
 DIM = ARCHITECTURE.vision.patch_dim
@@ -143,3 +149,10 @@ def test_length_multiple_is_the_smallest_that_divides(cp: int, tp: int, expected
     multiple = length_multiple(cp, tp)
     assert multiple == expected
     local_positions(multiple, cp_size=cp, cp_rank=0, tp_size=tp, sequence_parallel=True)
+
+
+def test_only_padding_on_the_right_passes_without_a_mask() -> None:
+    padding = torch.tensor([[False, False, True], [False, False, False]])
+    require_right_padding(padding)
+    with pytest.raises(BadInput, match="padding on the right only"):
+        require_right_padding(padding.flip(1))
