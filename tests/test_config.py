@@ -8,7 +8,6 @@ from transformers import Qwen3_5Config, Qwen3_5MoeConfig, Qwen3VLConfig, Qwen3VL
 from mcore_qwen3vl.config import NO_VISION, Architecture, declared_expert_layout
 from mcore_qwen3vl.converters.hf.config_file import in_transformers_form
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.megatron_config import architecture_arguments, config_fields
 from mcore_qwen3vl.tiny import YARN, tiny_config
 from mcore_qwen3vl.unused.folder import unused_of_config
 
@@ -331,27 +330,3 @@ def test_a_config_without_a_further_layer_has_0_or_null_or_nothing():
         del config["text_config"]["mtp_num_hidden_layers"]
         config["text_config"].update(text)
         assert Architecture.from_hf(config).mtp_num_hidden_layers == 0
-
-
-def test_what_megatron_is_told_of_a_hybrid_model():
-    fields = config_fields(Architecture.from_hf(hybrid(moe=True)))
-    assert fields["experimental_attention_variant"] == "gated_delta_net"
-    assert fields["linear_attention_freq"] == [1, 1, 1, 0]
-    assert fields["attention_output_gate"]
-    assert fields["layernorm_zero_centered_gamma"]
-    assert fields["moe_shared_expert_intermediate_size"] == 28
-    assert fields["moe_shared_expert_gate"]
-    sizes = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads")
-    assert [fields[f"linear_{name}"] for name in sizes] == [4, 16, 20, 4]
-    assert fields["linear_num_value_heads"] == 8
-    assert architecture_arguments(Architecture.from_hf(hybrid()))["rotary_percent"] == 0.25
-    usual = config_fields(Architecture.from_hf(tiny_config(moe=True)))
-    assert (
-        not fields.keys()
-        - usual.keys()
-        - {
-            *("attention_output_gate", "experimental_attention_variant", "linear_attention_freq"),
-            *(f"linear_{name}" for name in (*sizes, "num_value_heads")),
-            "moe_shared_expert_gate",
-        }
-    )

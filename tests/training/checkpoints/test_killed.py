@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from mcore_qwen3vl.converters.identify import TRACKER, read_tracker
@@ -180,20 +179,3 @@ def validations_of(run: Path, monkeypatch: pytest.MonkeyPatch) -> Validations:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "broadcast_object_list", lambda *_, **__: None)
     return Validations(settings)
-
-
-def test_a_state_of_more_ranks_than_the_save_had_is_not_read(tmp_path: Path) -> None:
-    folder = data_state.folder_of(tmp_path, 5)
-    folder.mkdir(parents=True)
-    torch.save({"rank": 0, "world_size": 1, "num_workers": 0}, folder / "rank_00000.pt")
-    torch.save({"rank": 1, "world_size": 2, "num_workers": 0}, folder / "rank_00001.pt")
-    loader: Any = Recorder()
-    data_state.load(loader, tmp_path, 5, 0, 1)
-    assert loader.state["world_size"] == 1
-
-
-class Recorder:
-    """A loader that takes any state."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state

@@ -6,27 +6,18 @@ tested in :mod:`.test_going_on`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.checkpoints.run_checkpoints import RunCheckpoints
-from mcore_qwen3vl.training.contract import resuming
 from mcore_qwen3vl.training.contract.record import RunRecord, compare, validates_otherwise
-from mcore_qwen3vl.training.contract.resuming import Contract, record_of
 from mcore_qwen3vl.training.contract.rules import Notice, Steering
-from mcore_qwen3vl.training.contract.table import Facts
+from tests.training.contract.conftest import record
 
 SAID, REFUSED = False, True
 WSD = "--lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-iters"
@@ -107,46 +98,6 @@ CASES = [
     ("layout", "moe", f"{EXPERTS} --micro-batch-size 2", f"{EXPERTS} --micro-batch-size 4", SAID,
      "balancing loss of experts and what experts drop are of other micro-batches"),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of data sets and mixtures."""
-    folder = tmp_path_factory.mktemp("sets")
-    asked = [f"Say {number}." for number in (3, 1, 2)]
-    sets = {
-        "a": asked,
-        "b": [text.replace("Say", "Add") for text in asked],
-        "sorted": sorted(asked),
-    }
-    sets["c"] = [*asked, "Say 4."]
-    for name, questions in sets.items():
-        turns = [
-            [{"role": "user", "content": q}, {"role": "assistant", "content": "No"}]
-            for q in questions
-        ]
-        lines = [json.dumps({"messages": messages}) for messages in turns]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    for name, key, values in (
-        ("half", "weight", (1, 1)), ("most", "weight", (9, 1)), ("once", "epochs", (1, 1)),
-        ("twice", "epochs", (1, 2)), ("one", "max_samples", (1, 1)), ("two", "max_samples", (1, 2)),
-    ):  # fmt: skip
-        pairs = [{"path": p, key: v} for p, v in zip(("a.jsonl", "c.jsonl"), values, strict=True)]
-        (folder / f"{name}.yaml").write_text(json.dumps({"datasets": pairs}))
-    return folder
-
-
-@cache
-def record(model: Path, data: Path, flags: str) -> RunRecord:
-    """Return the record of a command, as a run makes it before it loads a checkpoint."""
-    words = [str(data / w) if w.endswith((".jsonl", ".yaml")) else w for w in flags.split()]
-    length = {"--num-epochs", "--train-iters", "--train-samples"} & {*words}
-    base = [] if length else ["--train-iters", "3"]
-    base += [] if "--data-path" in words else ["--data-path", str(data / "a.jsonl")]
-    ranks = 2 if {"--tensor-model-parallel-size", "--context-parallel-size"} & {*words} else 1
-    argv = ["--cpu", "--hf-model", str(model), "--seq-length", "128", "--lr", "1", *base, *words]
-    parsed = validate(argv, ranks)
-    return record_of(parsed.args, parsed.settings)
 
 
 def findings(
@@ -239,15 +190,6 @@ def test_padding_of_samples_in_packs_may_become_less(dense: Path, folder: Path) 
     assert not any(each.refused for each in findings(dense, folder, before, "--packing"))
 
 
-def test_a_record_is_read_as_it_was_written(dense: Path, folder: Path, tmp_path: Path) -> None:
-    ours = record(dense, folder, "")
-    ours.write(tmp_path, 3)
-    again = RunRecord.of_checkpoint(tmp_path, 3)
-    assert again is not None
-    assert again.rows == ours.rows
-    assert RunRecord.of_checkpoint(tmp_path, 4) is None
-
-
 def test_the_checkpoints_rates_are_those_that_megatron_builds_from(
     dense: Path, folder: Path
 ) -> None:
@@ -265,171 +207,10 @@ def test_flags_about_all_data_sets_are_not_said_of_a_mixture_file(
     assert "mixture" not in found.text
 
 
-@pytest.mark.parametrize("no_load_optim", [False, True])
-def test_a_checkpoint_records_the_schedule_that_holds(
-    no_load_optim: bool, dense: Path, folder: Path, tmp_path: Path
-) -> None:
-    """Otherwise the next run compares with lengths that no rate was computed from."""
-    before, now = (record(dense, folder, f"--train-iters {n}") for n in (3, 9))
-    before.write(tmp_path, 3)
-    args: Any = SimpleNamespace(
-        use_checkpoint_opt_param_scheduler=True, no_load_optim=no_load_optim
-    )
-    settings: Any = SimpleNamespace(checkpoints=SimpleNamespace(load=str(tmp_path)))
-    contract = Contract(args, settings, print)
-    contract.record = now
-    contract._compare_recorded(3)
-    kept = now if no_load_optim else before
-    assert contract.in_effect.rows["schedule"] == kept.rows["schedule"]
-    assert contract.in_effect.rows["length of the run"] == now.rows["length of the run"]
-
-
-@pytest.mark.parametrize("flaw", [BadInput("names code"), OSError("stale file handle")])
-def test_data_that_the_first_rank_cannot_read_end_all_ranks(
-    flaw: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The others wait for its answer, also where a run begins."""
-    answers: list[Any] = []
-    monkeypatch.setattr(resuming.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(
-        resuming.dist, "broadcast_object_list", lambda found, src: answers.extend(found)
-    )
-    monkeypatch.setattr(resuming, "record_of", Mock(side_effect=flaw))
-    settings: Any = SimpleNamespace(
-        checkpoints=SimpleNamespace(load=None, save="run"), loop=SimpleNamespace(skip_train=False)
-    )
-    with pytest.raises(BadInput, match=str(flaw)):
-        Contract(SimpleNamespace(), settings, print).check(None)  # type: ignore[arg-type]
-    assert [type(answer) for answer in answers] == [BadInput]
-
-
-def edit_json(file: Path, **values: Any) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
-
-
-def other_template(model: Path) -> None:
-    file = model / "chat_template.jinja"
-    file.write_text(file.read_text() + "!")
-
-
-def other_pixels(section: str) -> Callable[[Path], None]:
-    def change(model: Path) -> None:
-        file = model / "processor_config.json"
-        held = json.loads(file.read_text())[section]
-        edit_json(file, **{section: {**held, "size": {"shortest_edge": 256, "longest_edge": 2048}}})
-
-    return change
-
-
-def other_tokenizer(model: Path) -> None:
-    added = {"id": 0, "content": "!", "special": False, "single_word": True}
-    more = {"lstrip": False, "rstrip": False, "normalized": False}
-    content = json.loads((model / "tokenizer.json").read_text())
-    edit_json(model / "tokenizer.json", added_tokens=[added | more, *content["added_tokens"]])
-
-
-@pytest.mark.parametrize("packing", ["", "--packing"])
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (other_template, "a chat template of other content"),
-        (other_tokenizer, "a tokenizer of other content"),
-        (other_pixels("image_processor"), "other settings of the image processor"),
-        (other_pixels("video_processor"), "other settings of the video processor"),
-    ],
-)
-def test_files_of_the_model_that_decide_how_records_are_read_count_by_their_content(
-    change: Callable[[Path], None], words: str, packing: str, dense: Path, folder: Path,
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    model = tmp_path / "model"
-    shutil.copytree(dense, model)
-    before = record(dense, folder, packing)
-    assert compare(before, record(model, folder, packing)) == []
-    record.cache_clear()
-    change(model)
-    (found,) = compare(before, record(model, folder, packing))
-    assert (found.row, found.refused) == ("reading of records", bool(packing))
-    assert words in found.text
-
-
-def test_a_tokenizer_that_was_saved_again_and_a_template_elsewhere_are_the_same(
-    dense: Path, folder: Path, tmp_path: Path
-) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(dense, model)
-    before = record(dense, folder, "--packing")
-    file = model / "tokenizer.json"
-    file.write_text(json.dumps(json.loads(file.read_text()), indent=4, sort_keys=True))
-    template = (model / "chat_template.jinja").read_text()
-    (model / "chat_template.json").write_text(json.dumps({"chat_template": template}))
-    (model / "chat_template.jinja").unlink()
-    assert compare(before, record(model, folder, "--packing")) == []
-
-
-def test_a_hook_counts_by_the_content_of_its_file(
-    dense: Path, folder: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "hook.py").write_text("def keep(record):\n    return record\n")
-    flags = f"--preprocess {tmp_path / 'hook.py'}:keep"
-    before = record(dense, folder, flags)
-    record.cache_clear()
-    assert compare(before, record(dense, folder, flags)) == []
-    record.cache_clear()
-    (tmp_path / "hook.py").write_text("def keep(record):\n    return {**record}\n")
-    (found,) = compare(before, record(dense, folder, flags))
-    assert "--preprocess function whose file has other content" in found.text
-
-
 def test_a_budget_is_named_by_its_flag_alone(dense: Path, folder: Path) -> None:
     (found,) = findings(dense, folder, "", "--image-max-pixels 4096")
     assert "--image-max-pixels 4096" in found.text
     assert "processor" not in found.text
-
-
-@pytest.mark.parametrize(
-    ("row", "values"),
-    [
-        ("data sets", {"content": [{"sizes": "12", "digest": "a"}]}),
-        ("data sets", {"content": [3]}),
-        ("data sets", {"content": 3}),
-        ("data sets", {"names": ["a", "b"]}),
-        ("mixture", {"shares": ["half"]}),
-        ("packs", {"length_multiple": "2"}),
-        ("length of the run", {"num_epochs": "two"}),
-        ("length of the run", {"train_iters": {}}),
-        ("batch", {"global_batch_size": "8"}),
-        ("schedule", {"wsd": [[]]}),
-        ("learning rate", {"lr": True}),
-        ("order", 7),
-    ],
-)
-def test_a_record_that_cannot_be_compared_is_damaged(
-    row: str, values: Any, dense: Path, folder: Path, tmp_path: Path
-) -> None:
-    ours = record(dense, folder, "")
-    changed = {**ours.rows[row], **values} if isinstance(values, dict) else values
-    RunRecord({**ours.rows, row: changed}).write(tmp_path, 3)
-    with pytest.raises(BadInput, match=r"run\.json is damaged \(.*\)\. Copy it again"):
-        RunRecord.of_checkpoint(tmp_path, 3)
-
-
-def test_a_record_whose_values_no_run_wrote_is_damaged(
-    dense: Path, folder: Path, tmp_path: Path
-) -> None:
-    ours = record(dense, folder, "")
-    theirs = RunRecord({**ours.rows, "files of the loss": {"beside": [["scores"]]}})
-    with pytest.raises(BadInput, match=r"says of files of the loss is damaged \(ValueError"):
-        compare(theirs, ours)
-
-
-def test_arguments_of_an_earlier_version_say_what_they_have() -> None:
-    """They lack what was added since, such as `packing`; other rows are compared."""
-    args = argparse.Namespace(seed=7, clip_grad=1.0, lr=1e-3, global_batch_size=4)
-    rows = RunRecord.of_facts(Facts(args)).rows
-    assert rows["order"] == {"seed": 7}
-    assert rows["gradient clipping"] == {"clip_grad": 1.0}
-    assert not {"packs", "row length", "schedule", "optimizer's state"} & {*rows}
 
 
 def test_a_run_from_another_makers_checkpoint_is_recorded_when_it_begins() -> None:

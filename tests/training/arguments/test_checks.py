@@ -1,124 +1,304 @@
-"""A command line that cannot work is refused before anything slow starts."""
+"""Flags that do not fit one another, the model or this machine are refused early."""
 
 from __future__ import annotations
 
-import argparse
-import ast
-import re
 import shutil
-import subprocess
-import sys
-from importlib.util import find_spec
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-import mcore_qwen3vl
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.converters.identify import TRACKER
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.machine import version_of
-from mcore_qwen3vl.training.arguments import checks, command_line
-from mcore_qwen3vl.training.arguments.checks import check_early
-from mcore_qwen3vl.training.arguments.command_line import FLAGS, LISTED, CommandLine, Sorting
+from mcore_qwen3vl.training.arguments import checks
+from mcore_qwen3vl.training.arguments.checks import (
+    check_deep_ep,
+    check_early,
+    check_surroundings,
+    unused_data_flags,
+)
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
+from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.folders import claim_folders
+from tests.training.arguments.commands import FIRST, TP2, parsed
+
+KEPT = ("--keep-best", "--save", "run")
 
 
-@pytest.fixture(scope="module")
-def megatron_flags() -> dict[str, str]:
-    """Return the `dest` of each of Megatron's flags."""
-    from megatron.training.arguments import add_megatron_arguments
-
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
-    flags = parser._option_string_actions.items()
-    return {flag: action.dest for flag, action in flags if flag.startswith("--")}
+VALIDATION = ("--valid-data-path", "v.jsonl", "--eval-iters", "1")
 
 
-def test_every_flag_of_the_installed_megatron_is_sorted_once(
-    megatron_flags: dict[str, str],
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--spec", "te"), "--spec te needs Transformer Engine"),
+        (("--spec", "flash"), "one of te, torch"),
+        (("--spec", "te", "torch"), "--spec is te torch; it must be one"),
+        (("--spec",), "--spec is empty; it must be one"),
+        (("--packing", "--micro-batch-size", "2"), "one sequence"),
+        (("--save-hf-interval", "5"), "--save-hf DIR"),
+        (("--eval-iters", "2"), "--valid-data-path"),
+        (("--full-validation",), "without --valid-data-path"),
+        ((*VALIDATION, "--full-validation"), "--eval-iters on a part: leave one of them out"),
+        ((*VALIDATION, "--eval-iters", "-2"), "--eval-iters is -2; leave it out"),
+        (KEPT, "--keep-best needs the validation loss: add --valid"),
+        (("--early-stop-patience", "3"), "--early-stop-patience needs the validation loss"),
+        ((*VALIDATION, "--early-stop-patience", "0"), "patience is 0; it is at least 1"),
+        ((*VALIDATION, "--keep-best"), "--keep-best is set without --save DIR"),
+        (
+            (*VALIDATION, *KEPT, "--save-retain-interval", "1000"),
+            "--save-retain-interval also decides when checkpoints are written or removed",
+        ),
+        (
+            (*VALIDATION, *KEPT, "--async-save", "--use-persistent-ckpt-worker"),
+            "--async-save also decides when checkpoints are written or removed",
+        ),
+        (("--fp8-format", "e4m3"), "needs Transformer Engine"),
+        (("--cuda-graph-impl", "local"), r"--cuda-graph-impl local \(.*: a CUDA graph needs"),
+        (("--cuda-graph-impl", "transformer_engine"), "leave DeepStack out: drop the flag"),
+        (("--enable-cuda-graph",), "a CUDA graph needs the same number of image tokens"),
+        (("--external-cuda-graph",), "a CUDA graph needs the same number of image tokens"),
+        (("--no-such-flag", "3"), r"unrecognized arguments: --no-such-flag 3\. .*--help"),
+        (("--global-batch-size", "0"), "--global-batch-size is 0; it is at least 1"),
+        (("--tensor-model-parallel-size", "2"), "The world size is 1, which TP 2 x PP 1 x CP 1"),
+        (("--tensor-model-parallel-size", "3"), "heads cannot be divided over TP 3: use TP 2"),
+    ],
+)
+def test_flags_that_do_not_fit_together(flags: tuple[str, ...], message: str, dense: Path) -> None:
+    with pytest.raises(BadInput, match=message):
+        parsed(dense, *flags)
+
+
+MTP = ("--mtp-num-layers", "1")
+
+
+EP2 = ("--expert-model-parallel-size", "2")
+
+
+PP2 = ("--pipeline-model-parallel-size", "2")
+
+
+VIRTUAL = ("--num-virtual-stages-per-pipeline-rank", "2")
+
+
+FLEX = ("--moe-token-dispatcher-type", "flex")
+
+
+OVERLAP = ("--overlap-moe-expert-parallel-comm", *EP2)
+
+
+LEGACY = ("--ckpt-format", "torch", "--save", "run")
+
+
+SIMPO = (
+    *("--loss", "simpo", "--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss"),
+    *("--moe-aux-loss-coeff", "0.01", "0.02"),
+)
+
+
+BALANCE = ("--moe-router-load-balancing-type",)
+
+
+GATHER = ("--moe-token-dispatcher-type", "allgather")
+
+
+DEFER = "--defer-embedding-wgrad-compute"
+
+
+FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform")
+
+
+EXPERTS = ("--recompute-granularity", "selective", "--recompute-modules", "moe")
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "flags", "message"),
+    [
+        ("moe", 2, TP2, "add --sequence-parallel"),
+        ("moe", 1, ("--optimizer", "lion"), "--optimizer lion is for matrices"),
+        ("moe", 1, SIMPO, "--moe-aux-loss-coeff 0.01 0.02 with --loss simpo"),
+        ("hybrid", 1, LEGACY, "legacy checkpoint of a model with gated delta nets"),
+        # The overlap of the experts' exchange.
+        ("moe", 2, OVERLAP, "add --bf16"),
+        ("moe", 4, (*OVERLAP, "--bf16", *EP2[:1], "1"), "add --expert-model-parallel-size N"),
+        ("moe", 4, (*OVERLAP, "--bf16", *FLEX[:1], "allgather"), "alltoall or flex"),
+        ("moe", 4, (*OVERLAP, "--bf16", *FULL), "drop --recompute"),
+        ("moe", 4, (*OVERLAP, "--bf16", *EXPERTS), "take moe out"),
+        ("moe", 4, (*OVERLAP, "--bf16", *PP2), "add --num-virtual-stages-per-pipeline-rank N"),
+        # Megatron refuses it for `torch`.
+        ("moe", 4, (*OVERLAP, "--bf16", "--delay-wgrad-compute"), "[Dd]elay.*wgrad.compute"),
+        # What DeepEP's kernels cannot do.
+        ("moe", 2, (*FLEX, "--bf16"), "nothing is exchanged: add --expert-model-parallel-size"),
+        ("moe", 2, (*FLEX, *EP2), "in bf16: add --bf16"),
+        # Virtual stages.
+        ("dense", 2, (*PP2, *VIRTUAL, "--global-batch-size", "1"), r"\(1, of 1 on DP 1\).* 2, or"),
+        ("dense", 2, (*PP2, *VIRTUAL), "--global-batch-size 1 has too few micro-batches"),
+        ("dense", 1, ("--attention-backend", "flesh"), "'flesh' is none of flash, fused, unfused"),
+        # Routers and experts.
+        ("moe", 1, (*BALANCE, "sinkhorn"), f"{BALANCE[0]} sinkhorn sends tokens to other experts"),
+        ("moe", 1, (*BALANCE, "quantile_balancing"), "use aux_loss, seq_aux_loss"),
+        ("moe", 1, (*BALANCE, "seq_aux_loss", "--packing"), "takes a pack for one sequence"),
+        ("moe", 2, (*FIRST, *TP2, "--sequence-parallel"), "drop the ends of their parts"),
+        ("moe", 2, (*FIRST, "--context-parallel-size", "2"), "Use probs, the default"),
+        ("moe", 2, (*GATHER, *EP2, "--pad-to-longest"), "use alltoall.*, or give --seq-length N"),
+        ("moe", 2, (*GATHER, *EP2, *VALIDATION, "--packing"), r"alltoall, the default\."),
+        ("moe", 1, ("--cpu", "--moe-routing-trace-path", "x"), "trace-path with --cpu: Megatron's"),
+        ("moe", 1, ("--moe-router-padding-for-fp8",), "padding-for-fp8 pads .* add --fp8-format"),
+        ("moe", 1, ("--moe-router-padding-for-quantization",), "or leave it out"),
+        # Further tokens.
+        ("dense", 2, MTP, "--mtp-num-layers 1: the model has no such layer .* Leave the flag out"),
+        ("hybrid", 2, (*MTP[:1], "2"), "--mtp-num-layers 2: the model has 1 .* set it to 1"),
+        ("hybrid", 2, (*MTP, "--loss", "orpo"), "--mtp-num-layers with --loss orpo"),
+        ("hybrid", 2, (*MTP, "--loss", "distill"), "--mtp-num-layers with --loss distill"),
+        ("hybrid", 2, (*MTP, "--task", "embedding"), "--mtp-num-layers with --task embedding"),
+        ("hybrid", 2, (*MTP, "--lora-rank", "4", "--load-hf", "x"), "--mtp-num-layers with LoRA"),
+        ("hybrid_moe", 2, (*MTP, *OVERLAP, "--bf16"), f"with {OVERLAP[0]}, whose schedule"),
+        ("hybrid", 2, (*MTP, DEFER), f"{DEFER} needs Transformer Engine"),
+    ],
+)
+def test_flags_that_do_not_fit_the_model_or_its_layout(
+    checkpoint: Path, ranks: int, flags: tuple[str, ...], message: str
 ) -> None:
-    """For another version, add its flags to the list, each below what it does."""
-    listed = [line for line in FLAGS.read_text().splitlines() if line.startswith("--")]
-    assert len({line.split()[0] for line in listed}) == len(listed)
-    sorting = Sorting.for_installed()
-    assert sorting.known == megatron_flags.keys()
-    assert all([*sorting.refused.values(), *sorting.no_effect.values()])
+    with pytest.raises(BadInput, match=message):
+        parsed(checkpoint, *flags, world_size=ranks)
 
 
-UNREAD = re.compile(
-    r"megatron/(rl|post_training|legacy|core/(inference|export|ssm|datasets|tokenizers|models/(?!"
-    r"common|gpt/gpt_model))|training/(arguments|argument_utils|yaml_arguments|theoretical_|models|"
-    r"datasets|distillation|config))"
-)
-"""Megatron's modules that a run does not use, or that only pass arguments on."""
-TURNED_INTO_OTHERS = re.compile(
-    r"muon_.*|moe_(deepep|hybridep)_num_sms|no_weight_decay_cond_type|recompute_activations|"
-    r"bias_swiglu_fusion|init_method_xavier_uniform|grad_reduce_in_bf16|"
-    r"num_layers_per_virtual_pipeline_stage|te_precision_config_file|disable_msc_deprecated|"
-    r"untie_embeddings_and_output_weights"
-)
-"""Arguments that the parser, or a function that builds a config, turns into others."""
-
-
-@pytest.mark.slow
-def test_what_is_said_to_reach_the_run_is_read_by_something(megatron_flags: dict[str, str]) -> None:
-    sorting, megatron = Sorting.for_installed(), find_spec("megatron.core")
-    assert megatron is not None
-    assert megatron.origin is not None
-    roots = (Path(megatron.origin).parents[1], Path(mcore_qwen3vl.__file__).parent)
-    read: set[str] = set()
-    for file in (file for root in roots for file in root.rglob("*.py")):
-        if UNREAD.search(file.as_posix()):
-            continue
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            match node:
-                case ast.Attribute(attr=name, ctx=ast.Load()):
-                    read.add(name)
-                case ast.Call(ast.Name("getattr" | "hasattr"), [_, ast.Constant(str(name)), *_]):
-                    read.add(name)
-    reaching = {megatron_flags[flag] for flag in sorting.reaching}
-    assert not [name for name in reaching - read if not TURNED_INTO_OTHERS.fullmatch(name)]
-
-
-def test_flags_that_change_nothing_are_named_and_those_that_mislead_refused() -> None:
-    words = (
-        "--split=9,1 --tokenizer-model m --seed 3 --packing-buffer 4 --eval-interval 3 "
-        "--mtp-loss-scaling-factor 0.2"
+def test_flags_that_fit_the_model_and_its_layout(dense: Path, moe: Path) -> None:
+    assert parsed(moe, *TP2, "--sequence-parallel", world_size=2).args.moe_router_topk == 3
+    assert parsed(dense, "--optimizer", "lion").args.optimizer == "lion"
+    assert parsed(moe, *OVERLAP, "--bf16", world_size=2).args.overlap_moe_expert_parallel_comm
+    virtual = (*PP2, "--num-virtual-stages-per-pipeline-rank", "2")
+    four = (*virtual, "--global-batch-size", "4")
+    parallel = parsed(moe, *OVERLAP, "--bf16", *four, world_size=4).settings.parallel
+    assert parallel.virtual_pipeline_model_parallel_size == 2
+    fixed = (*GATHER, *EP2, "--seq-length", "64")
+    assert parsed(moe, *fixed, world_size=2).args.moe_token_dispatcher_type == "allgather"
+    types = parsed(
+        moe, *BALANCE, "seq_aux_loss", "global_aux_loss", "--moe-aux-loss-coeff", "1", "2"
     )
-    unused = CommandLine(words.split()).unused()
-    assert [item.name for item in unused] == [
-        "--split", "--tokenizer-model", "--packing-buffer", "--eval-interval",
-        "--mtp-loss-scaling-factor",
-    ]  # fmt: skip
-    assert all(item.why and item.where == "the command line" for item in unused)
-    used = "--packing --packing-buffer 4 --valid-data-path v --eval-iters 2 --eval-interval 3"
-    assert not CommandLine(used.split()).unused()
+    assert types.args.moe_aux_loss_coeff == [1, 2]
+    flex = parsed(moe, *FLEX, *EP2, "--bf16", world_size=2)
+    assert flex.args.moe_token_dispatcher_type == "flex"
 
 
-def test_flags_that_the_list_may_lack_are_left_to_megatron(
-    listed: None, monkeypatch: pytest.MonkeyPatch
+def test_a_further_token_is_trained_with_positions_of_three_axes(hybrid: Path) -> None:
+    """Megatron's own check refuses them."""
+    made = parsed(hybrid, *MTP)
+    assert made.settings.loop.mtp_num_layers == made.args.trained_mtp_layers == 1
+    assert made.settings.loop.mtp_loss_scaling_factor == 0.1
+    assert parsed(hybrid).settings.loop.mtp_num_layers is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "No training data: give --data-path"),
+        (("--data-path", "gone.jsonl"), "gone.jsonl does not exist"),
+        (("--data-path", "{here}", "--valid-data-path", "gone"), "gone does not exist"),
+        (("--data-path", "0.3", "{here}", "0.7"), "weights and paths in turn"),
+        (("--data-path", "{here}", "--wandb-project", "x"), "Add --tensorboard-dir"),
+    ],
+)
+def test_what_the_run_will_want_is_looked_for_first(
+    flags: tuple[str, ...], message: str, dense: Path
 ) -> None:
-    argv = ["--train-itres", "3"]
-    with pytest.raises(BadInput, match=r"--train-itres\. Did you mean --train-iters"):
-        CommandLine(argv).check_names()
-    for version in ("0.19.99", "0.20.0", "1.0.0"):
-        monkeypatch.setattr(command_line, "version_of", lambda name, version=version: version)
-        CommandLine(argv).check_names()
-        with pytest.raises(BadInput, match="--sft: records say"):
-            CommandLine(["--sft"]).check_names()
-        assert [item.name for item in CommandLine(["--split=9,1"]).unused()] == ["--split"]
+    settings = parsed(dense, *(flag.format(here=dense) for flag in flags)).settings
+    with pytest.raises(BadInput, match=message):
+        check_surroundings(settings)
 
 
-def test_a_flag_of_later_versions_is_unknown_before(
-    listed: None, monkeypatch: pytest.MonkeyPatch
+def test_a_checkpoint_of_the_other_kind(dense: Path, tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    data = ("--data-path", str(dense))
+    for flag, path, message in (
+        ("--load", dense, "a Megatron-Core one is needed here: use --load-hf"),
+        ("--load-hf", tmp_path, "a Hugging Face one is needed here: use --load"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            check_surroundings(parsed(dense, *data, flag, str(path)).settings)
+
+
+def test_a_place_without_a_checkpoint_is_refused(dense: Path, tmp_path: Path) -> None:
+    data, empty = ("--data-path", str(dense)), str(tmp_path)
+    for flag in ("--load", "--pretrained-checkpoint"):
+        with pytest.raises(BadInput, match=f"holds no checkpoint .* path of {flag}"):
+            check_surroundings(parsed(dense, *data, flag, empty).settings)
+    check_surroundings(
+        parsed(dense, *data, "--load", empty, "--save", empty, "--save-interval", "5").settings
+    )
+
+
+def test_all_that_is_missing_is_said_at_once(dense: Path) -> None:
+    wanted = r"No training data: .* No length of the run: give --train"
+    with pytest.raises(BadInput, match=wanted):
+        check_early(CommandLine(["--cpu", "--hf-model", str(dense)]))
+    with pytest.raises(BadInput, match=r"No model: give --hf-model DIR.* " + wanted):
+        check_early(CommandLine(["--cpu"]))
+
+
+def test_a_dispatcher_that_is_not_installed(dense: Path) -> None:
+    argv = ["--cpu", "--hf-model", str(dense), "--data-path", str(dense), "--train-iters", "1"]
+    with pytest.raises(BadInput, match="flex needs the package deep_ep"):
+        check_early(CommandLine([*argv, "--moe-token-dispatcher-type", "flex"]))
+
+
+@pytest.mark.parametrize(
+    ("backend", "files", "message"),
+    [
+        ("deepep", ("utils.py",), None),
+        ("hybridep", ("utils.py", "hybrid_ep_buffer.py"), None),
+        ("hybridep", ("utils.py",), "no HybridEPBuffer. Build DeepEP from its branch hybrid-ep"),
+        ("deepep", ("utils/__init__.py",), "is DeepEP 2, .* Build DeepEP 1.2.1"),
+    ],
+)
+def test_a_deepep_without_what_megatron_needs(
+    backend: str,
+    files: tuple[str, ...],
+    message: str | None,
+    moe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    argv = ["--enable-mhc-connections"]
-    with pytest.raises(BadInput, match="unrecognized"):
-        CommandLine(argv).check_names()
-    for version in ("0.20.0", "0.20.0rc0"):
-        monkeypatch.setattr(command_line, "version_of", lambda name, version=version: version)
-        with pytest.raises(BadInput, match="not supported with this model"):
-            CommandLine(argv).check_names()
+    for name in ("__init__.py", *files):
+        file = tmp_path / "deep_ep" / name
+        file.parent.mkdir(exist_ok=True, parents=True)
+        file.write_text("raise RuntimeError('there is no GPU')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    run = parsed(
+        moe, "--data-path", str(moe), "--train-iters", "1", *FLEX, *EP2, "--bf16",
+        "--moe-flex-dispatcher-backend", backend, world_size=2,
+    )  # fmt: skip
+    with nullcontext() if message is None else pytest.raises(BadInput, match=message):
+        check_deep_ep(run.settings.compute.moe_flex_dispatcher_backend)
+
+
+def test_a_number_of_epochs_is_the_only_length(dense: Path) -> None:
+    argv = ["--cpu", "--hf-model", str(dense), "--data-path", str(dense)]
+    for flags, message in (
+        (["--num-epochs", "0"], "--num-epochs is 0; it is at least 1"),
+        (["--num-epochs", "2", "--train-iters", "3"], "and --train-iters both set the length"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            check_surroundings(CommandLine([*argv, *flags]).settings)
+    check_surroundings(CommandLine([*argv, "--num-epochs", "2"]).settings)
+    ramp = ["--rampup-batch-size", "1", "1", "8", "--global-batch-size", "8", "--lr", "1"]
+    with pytest.raises(BadInput, match=r"--rampup-batch-size: .*Give --train-samples N"):
+        validate([*argv, "--num-epochs", "2", *ramp], 1)
+
+
+def test_what_no_rank_uses_is_named(dense: Path) -> None:
+    data = ("--data-path", "a.jsonl", "--shuffle-buffer", "7")
+    valid = ("--valid-data-path", "0.3", "a.jsonl", "0.7", "b.jsonl")
+    settings = parsed(dense, *data, *valid).settings
+    named = unused_data_flags(settings, {"shuffle_buffer", "valid_data_path"})
+    assert [item.name for item in named] == ["--shuffle-buffer", "weight"]
+    loop = replace(settings.loop, train_samples=10, global_batch_size=4, valid_data_path=None)
+    (rest,) = unused_data_flags(replace(settings, loop=loop), set())
+    assert rest.name == "the last 2 of --train-samples"
+    tars = parsed(dense, "--data-path", "tars", "--shuffle-buffer", "7")
+    assert unused_data_flags(tars.settings, {"shuffle_buffer"}) == []
 
 
 @pytest.mark.parametrize(
@@ -181,6 +361,8 @@ def test_what_is_answered_at_once(
 
 
 STEPS, SAMPLES = "--train-iters 8", "--train-samples 80"
+
+
 WSD = "--lr-decay-style WSD"
 
 
@@ -240,38 +422,6 @@ def test_a_schedule_that_a_run_has_no_room_for_is_refused_at_once(
         check_early(command)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "message"),
-    [
-        ("0:2,1K:4", None),
-        (
-            "0:2 1.5K:3",
-            "batch of 3, from token 1,500 on, is not a multiple of the 2 rows of a pass",
-        ),
-        ("0:1,1B:4", "batch of 1, from token 0 on, is not a multiple of the 2 rows"),
-        ("0:2,8", "'8' is no TOKENS:SAMPLES"),
-    ],
-)
-def test_a_batch_grows_to_what_the_ranks_can_divide(
-    schedule: str, message: str | None, dense: Path, data: Path
-) -> None:
-    """Megatron asserts it when the batch grows, which may be after days."""
-    base = ["--cpu", "--hf-model", str(dense), "--data-path", str(data), *SAMPLES.split()]
-    command = CommandLine([*base, "--step-batch-size-schedule", schedule])
-    if message is None:
-        command.layout(2)
-        return
-    with pytest.raises(BadInput, match=message):
-        command.layout(2)
-
-
-def test_flags_of_another_schedule_are_named() -> None:
-    flags = "--lr-warmup-init 1e-6 --lr-wsd-decay-style linear --lr-wsd-decay-iters 3"
-    assert [item.name for item in CommandLine(flags.split()).unused()] == flags.split()[::2]
-    used = f"{flags} {WSD} --lr-warmup-iters 2"
-    assert not CommandLine(used.split()).unused()
-
-
 def test_a_save_in_the_background_has_a_process_of_its_own(dense: Path, data: Path) -> None:
     base = ["--hf-model", str(dense), "--data-path", str(data), "--train-iters", "3"]
     with pytest.raises(BadInput, match=r"only with --use-persistent-ckpt-worker\. Add it"):
@@ -315,19 +465,6 @@ def test_a_finished_run_is_refused_the_folder_of_another_runs_exports(
     check("first", "first-hf")
     with pytest.raises(BadInput, match="first-hf holds the export iter_0000010 of another run"):
         check("second", "first-hf")
-
-
-def test_a_batch_that_ranks_do_not_divide_is_named(dense: Path) -> None:
-    command = CommandLine(["--hf-model", str(dense), "--global-batch-size", "3"])
-    said = "--global-batch-size 3 is not a multiple of the 2 rows .* Give --global-batch-size 4"
-    with pytest.raises(BadInput, match=said):
-        command.layout(2)
-
-
-def test_data_paths_may_have_an_equals_sign(dense: Path, data: Path) -> None:
-    argv = [f"--hf-model={dense}", f"--data-path={data}", f"--valid-data-path={data}"]
-    loop = CommandLine(argv).settings.loop
-    assert (loop.data_path, loop.train_data_path) == (None, (str(data),))
 
 
 @pytest.mark.parametrize(
@@ -375,22 +512,6 @@ def test_what_megatron_cannot_build_is_refused(
         check_early(CommandLine([*base, *flags]))
 
 
-@pytest.mark.skipif(version_of("megatron-core") != LISTED, reason="its own parser finds a typo")
-def test_the_command_says_it_without_torch(dense: Path) -> None:
-    code = (
-        "import sys, mcore_qwen3vl.cli as cli\n"
-        "try: cli.main(sys.argv[1:])\n"
-        "except SystemExit as left: sys.exit(left.code + 40 * ('torch' in sys.modules))"
-    )
-    for flags in (["--train-itres", "3"], ["--tensor-model-parallel-size", "3"], []):
-        known = ["--train-iters", "3", "--data-path", str(dense)] if len(flags) > 1 else []
-        command = ["train", "--cpu", "--hf-model", str(dense), *known, *flags]
-        done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True)
-        assert done.returncode == 2, done.stderr.decode()
-        assert done.stderr.startswith(b"error: ")
-        assert len(done.stderr.splitlines()) == 1
-
-
 @pytest.fixture(scope="module")
 def runs(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a run of steps 2 and 4, a link to it, and ``hf``.
@@ -415,8 +536,14 @@ def runs(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 OVERWRITTEN = "holds a run, up to iter_0000004, which {} would overwrite: name another folder"
+
+
 BOTH_OVERWRITE = OVERWRITTEN.format("--load and --finetune")
+
+
 ALONE = OVERWRITTEN.format("--finetune") + ".* or leave out --finetune"
+
+
 INSIDE = "the checkpoint .*/{}, or inside it: name another folder with {}"
 
 

@@ -1,8 +1,9 @@
-"""A run stops early by its validation loss, and keeps the checkpoints that it is asked to keep."""
+"""A run saves, keeps and exports the checkpoints that it is asked to, also on a full disk."""
 
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,12 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from mcore_qwen3vl.converters.convert import mcore_to_hf
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.tiny.records import write_image_qa
+from mcore_qwen3vl.training.checkpoints.run_checkpoints import explain_save_errors
+from mcore_qwen3vl.verification import curves
 from mcore_qwen3vl.verification.curves import Job, train
 
 
@@ -140,3 +145,34 @@ def test_exports_that_a_killed_run_began_are_made_and_the_best_step_is_one(
     assert f"after step {best}, kept in {save}, exported to {hf}/best" in said
     mcore_to_hf(save / f"iter_{best:07d}", tmp_path / "best")
     assert_close(weights(hf / "best"), weights(tmp_path / "best"), rtol=0, atol=0)
+
+
+ROOM = 700_000  # bytes a file may have; a rank writes two million
+
+
+def rank_without_room(*args: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM, ROOM))
+    curves.run_rank(*args)
+
+
+@pytest.mark.slow
+def test_the_checkpoint_before_is_kept_and_the_message_says_how_to_go_on(
+    dense: Path, data: Path, tmp_path: Path
+) -> None:
+    save = tmp_path / "save"
+    flags = ("--save", str(save), "--save-interval", "1")
+    job = Job(dense, data, Layout.parse("dp2"), steps=2, batch=2, seq_length=256, flags=flags)
+    train(job, tmp_path / "first", "--exit-interval", "1")
+    before = {file for file in save.rglob("*") if "logs" not in file.parts}
+    output = tmp_path / "output.txt"
+    said = rf"Step 2 could not be saved to {save}: File too large\. The checkpoint of step 1 is"
+    with pytest.raises(BadInput, match=said):
+        run_layout(rank_without_room, 2, job.argv, output, timeout=300)
+    assert {file for file in save.rglob("*") if "logs" not in file.parts} == before
+    (entry,) = train(job, tmp_path / "again")
+    assert entry["iteration"] == 2
+
+
+def test_another_failure_is_raised_as_it_was(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), explain_save_errors(str(tmp_path), 1):
+        raise ZeroDivisionError
