@@ -141,7 +141,7 @@ LONGEST = (
     "verification/parity/test_matrix.py",
     "losses/test_distillation.py",
     "training/checkpoints/test_resume.py",
-    "verification/test_trace.py",
+    "verification/trace/test_tracing.py",
     "data/test_loader.py",
     "losses/test_embedding.py",
     "verification/parity/test_memory.py",

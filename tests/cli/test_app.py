@@ -16,16 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from mcore_qwen3vl import __version__
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.mapping.table import table
 from mcore_qwen3vl.demos import DemoStep
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa
 from tests.command import exit_code, without_version
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("tiny") / "hf", moe=True)
 
 
 def test_both_ways_and_compare(checkpoint, tmp_path, capsys):
@@ -167,21 +161,6 @@ def test_dry_run_writes_nothing(checkpoint, tmp_path, capsys):
     assert exit_code("convert", "hf-to-mcore", checkpoint, dst, "--dry-run") == 0
     assert "Nothing was written" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
-
-
-def test_inspect(checkpoint, tmp_path, capsys):
-    assert exit_code("inspect", checkpoint, "--json") == 0
-    inspection = json.loads(capsys.readouterr().out)
-    assert inspection["kind"] == "huggingface"
-    assert inspection["total_parameters"] == sum(inspection["parameters"].values()) == 532_168
-    assert exit_code("inspect", checkpoint) == 0
-    summary = capsys.readouterr().out
-    assert "12, 3 a token, layout published" in summary
-    assert "2.13 MB in 1 file\n" in summary
-    assert "134 Hugging Face tensors; --tensors lists them" in summary
-    assert "lm_head.weight" not in summary
-    assert exit_code("inspect", checkpoint, "--tensors") == 0
-    assert "lm_head.weight" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -363,46 +342,6 @@ def test_commands_on_checkpoints_import_no_more_than_they_need(checkpoint, conve
     assert codes == ["0"] * len(commands), done.stderr
 
 
-def test_inspect_table_is_the_mapping_of_a_checkpoint(checkpoint, tmp_path, capsys):
-    assert exit_code("inspect", checkpoint, "--table", "--json") == 0
-    lines = {line["mcore"]: line for line in json.loads(capsys.readouterr().out)["mapping"]}
-    qkv = lines["decoder.layers.self_attention.linear_qkv.weight"]
-    layer = "model.language_model.layers.{0..3}."
-    assert qkv["hf"] == [f"{layer}self_attn.{n}_proj.weight" for n in "qkv"]
-    assert qkv["hf_shapes"] == [[192, 48], [96, 48], [96, 48]]
-    assert (qkv["shape"], qkv["stacked"], qkv["rows"]) == ([384, 48], [4], 4)
-    assert (qkv["transform"], qkv["tp_axis"]) == ("interleave rows in 4 groups", 0)
-    experts = lines["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
-    assert experts["hf"] == [f"{layer}mlp.experts.gate_up_proj"]
-    assert (experts["shape"], experts["stacked"], experts["rows"]) == ([72, 48], [4, 12], 48)
-    assert (experts["transform"], experts["tp_parts"], experts["cut_by"]) == ("transpose", 2, "ETP")
-    assert lines["decoder.layers.mlp.router.weight"]["cut_by"] is None
-    assert sum(line["rows"] for line in lines.values()) == len(
-        table(Architecture.from_hf(checkpoint))
-    )
-
-    assert exit_code("inspect", checkpoint, "--table") == 0
-    printed = capsys.readouterr().out
-    assert "model.visual.blocks.{0..4}.attn.qkv.weight" in printed
-    assert "…" not in printed
-
-
-def test_inspect_table_of_a_config_and_of_a_padded_checkpoint(checkpoint, tmp_path, capsys):
-    assert exit_code("inspect", checkpoint / "config.json", "--table", "--json") == 0
-    alone = json.loads(capsys.readouterr().out)
-    assert alone["kind"] == "config"
-    assert exit_code("inspect", checkpoint, "--table", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["mapping"] == alone["mapping"]
-    padded = tmp_path / "mcore"
-    exit_code("convert", "hf-to-mcore", checkpoint, padded, "--make-vocab-size-divisible-by", 128)
-    capsys.readouterr()
-    assert exit_code("inspect", padded, "--table", "--json") == 0
-    lines = json.loads(capsys.readouterr().out)["mapping"]
-    head = next(line for line in lines if line["mcore"] == "output_layer.weight")
-    assert (head["shape"], head["transform"]) == ([384, 48], "append 32 zero rows")
-    assert exit_code("inspect", "--hf-config", checkpoint, "--table") == 2
-
-
 def test_tiny_writes_a_checkpoint_and_nothing_over_another(tmp_path, capsys):
     assert exit_code("tiny", tmp_path / "moe", "--moe") == 0
     assert exit_code("verify", "roundtrip", tmp_path / "moe") == 0
@@ -450,47 +389,3 @@ def test_under_json_small_commands_print_json_alone(checkpoint, tmp_path, capsys
     steps = [DemoStep("one", "2 tensors", 0.5, ok=True)]
     monkeypatch.setattr("mcore_qwen3vl.demos.convert_demo", lambda **_: steps)
     assert found("demo") == {"ok": True, "steps": [asdict(steps[0])]}
-
-
-LAUNCH = Path(__file__).parents[2] / "launch"
-
-
-def launch(*arguments: str) -> int | str | None:
-    return exit_code("launch", *arguments)
-
-
-def test_launch_list_names_every_script(capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch("list") == 0
-    printed = capsys.readouterr().out
-    scripts = [script for script in LAUNCH.glob("*.sh") if script.stem != "common"]
-    configurations = [*LAUNCH.glob("*.yaml")]
-    assert (len(scripts), len(configurations)) == (29, 6)
-    for script in [*scripts, *configurations]:
-        assert script.stem in printed
-    assert "Qwen3-VL-8B, full fine-tuning at 8k packed: one node of 8xH100-80GB." in printed
-
-
-def test_launch_show(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, file in {
-        "sft_8b": "sft_8b.sh",
-        "sft_8b.sh": "sft_8b.sh",
-        "sft_qwen3.5_9b": "sft_qwen3.5_9b.sh",
-        "grpo_8b": "grpo_8b.yaml",
-        "grpo_8b.yaml": "grpo_8b.yaml",
-    }.items():
-        assert launch("show", name) == 0
-        assert capsys.readouterr().out == (LAUNCH / file).read_text()
-    assert launch("show", "sft_9b") == 2
-    assert "There is no script sft_9b. The scripts are sft_" in capsys.readouterr().err
-
-
-def test_a_copy_runs_where_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "mine"
-    assert launch("copy", str(folder)) == 0
-    command = ["bash", str(folder / "sft_2b.sh"), "--dry-run"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert f"{folder}/train.py" in shown.stdout
-    assert (folder / "train.py").exists()
-    assert (folder / "grpo_8b.yaml").exists()
-    assert launch("copy", str(folder)) == 2
-    assert "name another one" in capsys.readouterr().err

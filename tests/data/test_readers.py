@@ -18,6 +18,7 @@ from mcore_qwen3vl.data import DataConfig, readers
 from mcore_qwen3vl.data.inspection import check_data
 from mcore_qwen3vl.data.readers import TableReader
 from mcore_qwen3vl.errors import BadInput
+from tests.data import writers
 from tests.data.loaders import PACKED, MakeLoader, same
 from tests.data.writers import (
     COUNT,
@@ -239,7 +240,7 @@ def test_broken_files_and_missing_splits_are_refused(
 def test_bad_rows_are_counted_and_named(name: str, written: Callable[[str], Path], processor: Any,
                                         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     bad = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]}
-    monkeypatch.setitem(globals(), "RECORDS", [*RECORDS[:20], bad, *RECORDS[21:]])
+    monkeypatch.setattr(writers, "RECORDS", [*RECORDS[:20], bad, *RECORDS[21:]])
     report = check_data(written(name), processor, DataConfig(4096, packing=True))
     assert (len(report.tokens), len(report.bad)) == (COUNT - 1, 1)
     assert report.bad[0].reason == "message 2, an assistant turn, is empty."

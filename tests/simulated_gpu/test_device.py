@@ -85,32 +85,6 @@ def test_modules_may_ask_what_the_device_is_while_they_are_imported(
     assert while_imported == after == ("Simulated GPU", (9, 0))
 
 
-def test_integers_are_true_and_routing_is_balanced(workbench: Workbench) -> None:
-    found, _ = workbench.call(f"{HERE}:integers")
-    assert found == {
-        "item": 26,
-        "selected": [5, 5],
-        "nonzero": [0, 2],
-        "bounds": [0, 3, 4, 6],
-        "sorted": [0, 2, 1, 3],
-        "histogram": [0, 1, 1, 1],
-        "weighted histogram": [5],
-        "repeated": [5, 5, 5, 7, 5, 5, 9, 9, 9],
-        "product": [5 * 7 * 5 * 9, 6 * 8 * 6 * 10],
-        "router": [[0, 1], [2, 3], [0, 1]],
-        "on the host": -7.5,
-        "floats": [0, 0, 2.5],
-        "floats are below": [False, False],
-    }
-
-
-def test_skewed_routing_crowds_the_first_quarter_of_the_experts(workbench: Workbench) -> None:
-    chosen, _ = workbench.call(f"{HERE}:routing", routing="skewed")
-    assert chosen == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    chosen, _ = workbench.call(f"{HERE}:routing")
-    assert chosen == [[0, 1], [2, 3], [4, 5], [6, 7]]
-
-
 def test_flops_are_those_of_the_products(workbench: Workbench) -> None:
     """Causal attention counts half of each segment's square; backward is five products, not two."""
     _, report = workbench.call(f"{HERE}:flops")
@@ -122,17 +96,6 @@ def test_flops_are_those_of_the_products(workbench: Workbench) -> None:
     assert counted["attention"] == square / 2 * (1 + 2.5) + square + grouped * (1 + 2.5)
     # What it would be if each query had one key: 30 queries twice, and ten of nine keys.
     assert interval.one_key == 4 * 4 * 16 * 30 * (1 + 2.5 + 1) + grouped / 9 * (1 + 2.5)
-
-
-def test_what_nobody_sends_is_zeros(workbench: Workbench) -> None:
-    received, _ = workbench.call(f"{HERE}:received_shape", world_size=2)
-    assert received == [0, 0, 0]
-
-
-def test_what_a_process_sends_to_another_arrives(workbench: Workbench) -> None:
-    """The store that they share carries it, in any group, whatever the order in a batch."""
-    received, _ = workbench.call(f"{HERE}:messages", world_size=2)
-    assert received == {rank: [[7, 1 - rank, 9], [0.5, 1 - rank]] * 2 for rank in (0, 1)}
 
 
 def test_every_host_sync_is_recorded_with_its_line(workbench: Workbench) -> None:
@@ -176,23 +139,6 @@ def test_a_place_begins_with_the_outermost_package(
     assert short_path("/no/such/folder/script.py") == "such/folder/script.py"
     assert short_path("script.py") == "script.py"
     assert short_path("/venv/site-packages/megatron/core/x.py") == "megatron/core/x.py"
-
-
-def test_other_ranks_do_what_this_one_does(workbench: Workbench) -> None:
-    found, report = workbench.call(f"{HERE}:collectives", rank=1, world_size=4)
-    assert found == {
-        "backends": ("nccl", "gloo"),
-        "rank": (1, 4, 3),
-        "objects": ["me"] * 4,
-        "sum": 6.0,
-        "gathered": [1, 2] * 4,
-        "wrong splits": "",
-    }
-    traffic = {(t.group, t.operation): (t.calls, t.size) for t in report.interval("end").traffic}
-    assert traffic["three (gloo)[3]", "all_reduce"] == (1, 4)
-    calls, size = traffic["world[4]", "all_gather"]
-    assert size >= 64
-    assert calls >= 3
 
 
 def test_a_device_mismatch_is_an_error(workbench: Workbench) -> None:
@@ -285,15 +231,6 @@ def test_canary_every_replaced_runtime_function_still_exists(ours: set[str]) -> 
                 real |= _symbols(library, "--defined-only")
     known = {s for s in ours if s.startswith(("cuda", "__cuda", "cublas", "nvrtc", "cudnn"))}
     assert known - real <= OF_OTHER_VERSIONS
-
-
-def test_canary_the_functions_of_torch_distributed_that_are_replaced(workbench: Workbench) -> None:
-    from torch.distributed import distributed_c10d
-
-    from mcore_qwen3vl.simulated_gpu import groups
-
-    for name in groups.REPLACED:
-        assert callable(getattr(distributed_c10d, name))
 
 
 def test_the_counters_are_those_of_the_stub() -> None:

@@ -27,7 +27,7 @@ from tests.converters.adapters.peft_made import Kind, edit_config, make
 from tests.converters.adapters.rounding import assert_merged
 from tests.converters.checkpoints import load, tree_digests, turned
 from tests.converters.offline.test_engine import Failing, dying_at, in_child
-from tests.test_atomic import full_disk
+from tests.test_files import full_disk
 
 Get = Callable[[str], Made]
 

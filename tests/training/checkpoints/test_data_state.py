@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mcore_qwen3vl.training.checkpoints import data_state
-from tests.test_atomic import full_disk
+from tests.test_files import full_disk
 
 
 def test_a_state_of_more_ranks_than_the_save_had_is_not_read(tmp_path: Path) -> None:

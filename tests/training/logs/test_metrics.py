@@ -32,7 +32,7 @@ from mcore_qwen3vl.verification.curves import (
     encode_conversation,
     train,
 )
-from tests.test_atomic import full_disk
+from tests.test_files import full_disk
 from tests.training.log import entries_of
 from tests.training.toy import batch
 from tests.turns import slow

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -18,7 +16,6 @@ from mcore_qwen3vl.data import DataConfig, load_processor
 from mcore_qwen3vl.data.inspection import check_data
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.scoring.records import tally, write_npy, write_parquet
 from mcore_qwen3vl.scoring.score import ScoreRequest, score
 from tests.data.conftest import chat, write_png
 from tests.data.writers import COUNT, OTHERS, QUICK, WRITERS
@@ -97,7 +94,7 @@ def test_a_mixture_is_scored_one_data_set_after_the_other(
     mixture = tmp_path / "mixture.yaml"
     mixture.write_text(
         f"datasets:\n  - {{path: {table}, weight: 0.1, max_samples: 5}}\n"
-        "  - {path: own.jsonl, weight: 7, preprocess: 'tests.scoring.test_formats:brief'}\n"
+        "  - {path: own.jsonl, weight: 7, preprocess: 'tests.scoring.test_score_formats:brief'}\n"
     )
     found = scores(dense, mixture, tmp_path / "out.jsonl", layout=Layout(dp=2), packing=False)
     assert places(found) == [
@@ -137,27 +134,3 @@ def test_what_was_begun_on_other_files_is_not_continued(dense: Path, tmp_path: P
     pq.write_table(pa.Table.from_pylist([good, good]), data)
     with pytest.raises(BadInput, match=r"begun with other settings \(data\)"):
         score(ScoreRequest(dense, data, out), on_cpu=True)
-
-
-def test_each_text_and_each_error_is_a_row(tmp_path: Path) -> None:
-    values = np.array([[0.6, -0.8], [1.0, 0.0]], "<f4")
-    query, positive = (
-        {"embedding": base64.b64encode(row.tobytes()).decode(), "digest": "0"} for row in values
-    )
-    lines = tmp_path / "lines"
-    entries = [{"line": 1, "query": query, "positive": positive}, {"line": 2, "error": "bad"}]
-    lines.write_text("".join(f"{json.dumps(entry)}\n" for entry in entries))
-    write_parquet(lines, tmp_path / "out.parquet")
-    rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
-    assert [(row["line"], row["text"], row["error"]) for row in rows] == [
-        (1, "query", None),
-        (1, "positive", None),
-        (2, None, "bad"),
-    ]
-    assert [row["embedding"] for row in rows[:2]] == values.tolist()
-    write_npy(lines, tmp_path / "out.partial")
-    array = np.load(tmp_path / "out.partial")
-    assert array.dtype == np.float32
-    np.testing.assert_array_equal(array, [*values, [np.nan, np.nan]])
-    found = tally(lines)
-    assert (found.scored, found.embeddings, found.bad, found.perplexity) == (1, 2, 1, None)

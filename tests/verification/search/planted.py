@@ -1,6 +1,6 @@
 """Faults to plant, one at a time, and how many cases the search takes to find each.
 
-``python -m tests.search.planted [NAME...] --minutes 5``
+``python -m tests.verification.search.planted [NAME...] --minutes 5``
 
 Each is silent: a run that has it ends well. Half of them were in this package once; the others were
 made up without looking at what the search does. A fault replaces a function in the process from
@@ -434,7 +434,8 @@ def hunt(bench: Bench, plant: Plant, seconds: float, seed: int) -> tuple[int, st
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Plant each fault in turn, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.search.planted")
+    program = "python -m tests.verification.search.planted"
+    parser = argparse.ArgumentParser(description=__doc__, prog=program)
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     parser.add_argument("--minutes", type=float, default=5.0, help="for each fault")
     parser.add_argument("--seed", type=int, default=0)

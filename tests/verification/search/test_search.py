@@ -39,7 +39,7 @@ from mcore_qwen3vl.verification.search.running import Bench, Outcome, Ran
 from mcore_qwen3vl.verification.search.search import Counterexample, Search, main
 from mcore_qwen3vl.verification.search.shrinking import shrink
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 @pytest.fixture

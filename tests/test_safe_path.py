@@ -13,7 +13,7 @@ import pytest
 
 from mcore_qwen3vl.safe_path import leave_out_current_folder
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 OWN = ("mcore_qwen3vl", "tests")  # found by PYTHONPATH, which counts
 
 
