@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Collection, Mapping
 from contextlib import closing
@@ -20,6 +21,7 @@ import torch
 from rich.console import Console
 
 from mcore_qwen3vl.console import print_unused, visible
+from mcore_qwen3vl.errors import Unfinished
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.runtime.gpus import disable_compile_without_compiler, order_transfers
 from mcore_qwen3vl.training.arguments.checks import (
@@ -50,6 +52,8 @@ from mcore_qwen3vl.training.logs.terminal import RunProgress, quiet
 from mcore_qwen3vl.training.logs.trackers import Trackers
 from mcore_qwen3vl.unused.fields import Unused, sentences
 
+_LOOP = "train"
+"""The function of Megatron's that leaves a run which a signal or a limit stops."""
 _NO_NUMBER = "in local grad norm for bucket"
 """What Megatron's check of the gradients says, which does not name the step as its log does."""
 _NO_STEP: tuple[Any, ...] = {}, 1, False, False, 0, None, None, 0
@@ -234,6 +238,15 @@ class Run:
             except SystemExit as leaving:  # Megatron's way out when a signal or a limit stops it
                 if leaving.code:
                     raise
+                if self.args.ckpt_convert_format:
+                    progress.say(f"converted the checkpoint: {self.args.ckpt_convert_save}")
+                    return 0
+                if (where := traceback.extract_tb(leaving.__traceback__)[-1].name) != _LOOP:
+                    # Errors end there too, with exit code 0, as when a checkpoint cannot be read.
+                    raise Unfinished(
+                        f"Megatron-Core ended the run in its {where}, before it trained: with "
+                        "--verbose it says why."
+                    ) from leaving
                 stopped = self._signal_exit_code()
                 if validations.is_exhausted and not stopped:
                     progress.say(f"stopped early after step {progress.steps}: {validations}")

@@ -395,6 +395,12 @@ def _check_checkpoint_kinds(settings: Settings) -> None:
                 f"--ckpt-step {step}: {folder} has no checkpoint of that step; it has "
                 f"{saved_steps}."
             )
+    resumed = checkpoints.load or checkpoints.save
+    if checkpoints.exit_on_missing_checkpoint and resumed and read_tracker(Path(resumed)) is None:
+        raise BadInput(  # Megatron would end there with exit code 0
+            f"--exit-on-missing-checkpoint: {resumed} holds no checkpoint to go on from. To begin "
+            "a run, leave it out."
+        )
     hf = settings.model.load_hf
     others = {"--load-hf": hf, **settings.loss.checkpoints()}
     for flag, path in others.items():

@@ -142,6 +142,7 @@ class CheckpointSettings:
     ckpt_step: int | None = None
     ckpt_format: str = "torch_dist"
     finetune: bool = False
+    exit_on_missing_checkpoint: bool = False
     async_save: bool = False
     async_strategy: str = "nvrx"
     use_persistent_ckpt_worker: bool = False

@@ -179,5 +179,12 @@ def compute_plainly[T](bench: Bench, compute: Callable[..., T], *args: Any) -> T
     return found
 
 
+def image_budget(case: Case) -> plain.ImageBudget:
+    """Return the budget of images that the case's flags give."""
+    names = ("min-pixels", "max-pixels", "max-tokens")
+    values = (int(case.value(f"--image-{name}", "0")) or None for name in names)
+    return plain.ImageBudget(*values)
+
+
 def cuts_records(case: Case) -> bool:
     return case.value("--overlong") == "truncate"

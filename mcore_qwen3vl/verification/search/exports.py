@@ -9,13 +9,14 @@ from pathlib import Path
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.verification.search import plain
-from mcore_qwen3vl.verification.search.case import Case
+from mcore_qwen3vl.verification.search.case import Case, picture
 from mcore_qwen3vl.verification.search.comparing import (
     LIMITS,
     ByDesign,
     agree,
     compute_plainly,
     cuts_records,
+    image_budget,
     is_half,
     validations,
 )
@@ -26,6 +27,7 @@ MTP_IS_COPIED = ByDesign(
     ("conversion.md", "without it, a note says that `mtp.*` is missing"),
 )
 _PROMPT = "What is red?"
+_PICTURE = "40x24-7.png"
 _NEW_TOKENS = 5
 
 
@@ -49,7 +51,10 @@ def export(case: Case, outcome: Outcome, bench: Bench) -> str | None:
         return None  # it leaves them out, and does not name them
     records = [record for record in case.parsed if "bad" not in record]
     model, adapter = models
-    found = compute_plainly(bench, plain.mean_loss, model, records, outcome.media, adapter)
+    of_images = image_budget(case)
+    found = compute_plainly(
+        bench, plain.mean_loss, model, records, outcome.media, adapter, of_images
+    )
     if found is None:
         return None
     if not agree(logged, found, LIMITS["loss"]):
@@ -116,10 +121,15 @@ def answers(case: Case, outcome: Outcome, bench: Bench) -> str | None:
         return None
     words = ["generate", *_words_of(models), "--prompt", _PROMPT, "--temperature", "0", "--json"]
     words += ["--max-new-tokens", str(_NEW_TOKENS), "--cpu"]
+    image = None
+    if case.has_vision:
+        image = outcome.folder / _PICTURE
+        image.write_bytes(picture(_PICTURE))
+        words += ["--image", str(image)]
     printed = bench.call([*words, *_layout_words(case, without=("cp", "vpp"))])
     (answer,) = json.loads(printed)["answers"]
     model, adapter = models
-    theirs = compute_plainly(bench, plain.answer, model, _PROMPT, _NEW_TOKENS, adapter)
+    theirs = compute_plainly(bench, plain.answer, model, _PROMPT, _NEW_TOKENS, adapter, image)
     if answer["token_ids"] != theirs:
         return f"generate answers {answer['token_ids']}, and transformers {theirs}"
     return ""

@@ -34,6 +34,7 @@ from mcore_qwen3vl.verification.search.comparing import (
     cuts_records,
     differences,
     end_of,
+    image_budget,
     is_half,
     last_line,
     limits_again,
@@ -289,7 +290,8 @@ _KNOWN = {
     "--packing-buffer", "--vision-lr-mult", "--aligner-lr-mult", "--lr-decay-style", "--min-lr",
     "--lr-warmup-iters", "--log-interval", "--reference", "--beta", "--simpo-gamma", "--lora-init",
     "--teacher", "--desirable-weight", "--undesirable-weight", "--answers", "--moe-z-loss-coeff",
-    "--moe-router-load-balancing-type",
+    "--moe-router-load-balancing-type", "--image-min-pixels", "--image-max-pixels",
+    "--image-max-tokens",
 }  # fmt: skip
 """Flags that the plain loop knows, or that decide only which samples come when."""
 
@@ -393,6 +395,7 @@ def _recipe(case: Case, outcome: Outcome, bench: Bench) -> plain.Recipe | None:
         balancing=balancing,
         z_loss=z_loss,
         balances_samples=value("--moe-router-load-balancing-type") == "seq_aux_loss",
+        budget=image_budget(case),
         teacher=bench.other_model(case) if loss == "distill" else None,
         adapter=outcome.folder / "adapter" if case.has("--lora-init") else None,
     )
@@ -414,7 +417,9 @@ def tokens(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     if case.value("--loss", "cross_entropy") not in TOKEN_LOSSES:
         return None
     named = case.by_name
-    processor = _processor(outcome.model)
+    if any(name.startswith("--video-") for name, *_ in case.flags):
+        return None
+    processor = _processor(outcome.model, image_budget(case))
     weighs = case.value("--loss", "cross_entropy") != "cross_entropy"
     for sample in {s.name: s for some in outcome.samples.values() for s in some}.values():
         record = named[sample.name]
@@ -435,8 +440,8 @@ def tokens(case: Case, outcome: Outcome, bench: Bench) -> str | None:
 
 
 @cache
-def _processor(folder: Path) -> Any:
-    return plain.load_processor(folder)
+def _processor(folder: Path, budget: plain.ImageBudget) -> Any:
+    return plain.load_processor(folder, budget)
 
 
 def converted_start(case: Case, outcome: Outcome, bench: Bench) -> str | None:

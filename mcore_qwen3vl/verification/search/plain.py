@@ -34,12 +34,34 @@ def load_model(folder: Path, **options: Any) -> Any:
     return auto.from_pretrained(folder, **options)
 
 
-def load_processor(folder: Path) -> Any:
+@dataclass(frozen=True)
+class ImageBudget:
+    """The fewest and the most pixels of an image, and the most tokens; None: the processor's."""
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    max_tokens: int | None = None
+
+    def apply(self, images: Any) -> None:
+        """Set the budget on an image processor of transformers."""
+        of_tokens = (
+            self.max_tokens and self.max_tokens * (images.patch_size * images.merge_size) ** 2
+        )
+        most = min((one for one in (self.max_pixels, of_tokens) if one), default=None)
+        for edge, pixels in (("shortest_edge", self.min_pixels), ("longest_edge", most)):
+            if pixels is not None:
+                images.size[edge] = pixels
+
+
+def load_processor(folder: Path, budget: ImageBudget | None = None) -> Any:
     """Load a processor; of a language model alone it is a tokenizer."""
     from transformers import AutoProcessor, AutoTokenizer
 
-    auto: Any = AutoProcessor if _has_vision(folder) else AutoTokenizer
-    return auto.from_pretrained(folder)
+    if not _has_vision(folder):
+        return AutoTokenizer.from_pretrained(folder)
+    processor: Any = AutoProcessor.from_pretrained(folder)
+    (budget or ImageBudget()).apply(processor.image_processor)
+    return processor
 
 
 def _has_vision(folder: Path) -> bool:
@@ -214,6 +236,7 @@ class Recipe:
         adapter: a PEFT adapter, which alone trains.
         balancing, z_loss: coefficients of the routers' losses.
         balances_samples: whether each sample is balanced by itself, and not each micro-batch.
+        budget: of images.
     """
 
     loss: str = "cross_entropy"
@@ -240,6 +263,7 @@ class Recipe:
     balancing: float = 0.0
     z_loss: float = 0.0
     balances_samples: bool = False
+    budget: ImageBudget = ImageBudget()
 
     def rate(self, done: int) -> float:
         """Return the rate after so many steps."""
@@ -280,7 +304,7 @@ def train(
     The loss of a step is a sum over its tokens or records, divided once.
     """
     torch.set_num_threads(1)
-    processor = load_processor(model_folder)
+    processor = load_processor(model_folder, recipe.budget)
     model = load_model(model_folder, dtype=torch.float32)
     if recipe.adapter is not None:
         model = adapted(model, recipe.adapter, is_trainable=True)
@@ -650,9 +674,10 @@ def mean_loss(
     records: Sequence[Mapping[str, Any]],
     folder: Path,
     adapter: Path | None = None,
+    budget: ImageBudget | None = None,
 ) -> float:
     """Return the mean loss of the trained tokens of all records, under a model as it is loaded."""
-    samples, totals = _scored(model_folder, records, folder, adapter)
+    samples, totals = _scored(model_folder, records, folder, adapter, budget)
     return -sum(map(sum, totals)) / sum(_divisor(sample, "cross_entropy") for sample in samples)
 
 
@@ -671,9 +696,10 @@ def _scored(
     records: Sequence[Mapping[str, Any]],
     folder: Path,
     adapter: Path | None,
+    budget: ImageBudget | None = None,
 ) -> tuple[list[list[Encoded]], list[list[float]]]:
     """Return the sequences of each record, and the log-probabilities of their trained tokens."""
-    processor, model = load_processor(model_folder), _load_adapted(model_folder, adapter)
+    processor, model = load_processor(model_folder, budget), _load_adapted(model_folder, adapter)
     samples = [encode_all(processor, record, folder, "cross_entropy") for record in records]
     with torch.no_grad():
         return samples, [
@@ -681,10 +707,17 @@ def _scored(
         ]
 
 
-def answer(model_folder: Path, prompt: str, count: int, adapter: Path | None = None) -> list[int]:
-    """Return the tokens of the likeliest answer, of at most so many."""
+def answer(
+    model_folder: Path,
+    prompt: str,
+    count: int,
+    adapter: Path | None = None,
+    image: Path | None = None,
+) -> list[int]:
+    """Return the tokens of the likeliest answer, of at most so many, to an image and a prompt."""
     processor, model = load_processor(model_folder), _load_adapted(model_folder, adapter)
-    turn = {"role": "user", "content": [{"type": "text", "text": prompt}]}
+    seen = [{"type": "image", "path": str(image)}] if image else []
+    turn = {"role": "user", "content": [*seen, {"type": "text", "text": prompt}]}
     inputs = processor.apply_chat_template(
         [turn], tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
     )

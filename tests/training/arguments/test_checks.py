@@ -332,6 +332,10 @@ def test_what_no_rank_uses_is_named(dense: Path) -> None:
             "--ckpt-step 17: .* has no checkpoint of that step; it has 2, 10",
         ),
         (["--train-iters", "3", "--save", "{run}", "--ckpt-step", "10"], None),
+        (
+            ["--train-iters", "3", "--save", "new", "--exit-on-missing-checkpoint"],
+            "new holds no checkpoint to go on from. To begin a run, leave it out",
+        ),
         (["--train-iters", "3", "--lora-target", "q_poj"], r"q_poj names no .* mean q_proj\?"),
         (["--train-iters", "3", "--lora-target", "languge"], r"Did you mean language\?"),
         (["--train-iters", "3", "--lora-target", "layers.0.self_attn.q_proj", "attn.qkv"], None),

@@ -179,6 +179,7 @@ def test_training_names_records_as_a_case_does_in_each_form(form: Form, bench: B
         Case(validates=True, behind="generate", layout="pp2"),
         Case(flags=(("--lora-init", ADAPTER),), validates=True, behind="score"),
         Case(("--family", "qwen3.5", "--text-only"), validates=True, behind="generate"),
+        Case(flags=(("--image-max-tokens", "3"),), validates=True),
     ],
     ids=[
         "converted",
@@ -190,6 +191,7 @@ def test_training_names_records_as_a_case_does_in_each_form(form: Form, bench: B
         "generate",
         "adapter behind",
         "text alone",
+        "few tokens of an image",
     ],
 )
 def test_other_beginnings_and_ends_of_a_run_are_judged(case: Case, bench: Bench) -> None:
