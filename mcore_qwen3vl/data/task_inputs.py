@@ -20,7 +20,8 @@ class TaskInputs:
         """Return what the records of a batch give, or None if they give nothing.
 
         Args:
-            records: :class:`~mcore_qwen3vl.data.encoding.encoder.Record`, with their sequences.
+            records: :class:`~mcore_qwen3vl.data.encoding.encoder.PlannedRecord`, with their
+                sequences.
             assemble: makes another batch of plans and names, as of those of the records.
             config: the :class:`~mcore_qwen3vl.data.config.DataConfig` of the batch.
         """

@@ -1,7 +1,7 @@
 """What a loss is to the rest of the package: :class:`Loss`, of which each loss has a subclass.
 
 The command line reads the subclasses before torch and megatron are imported, so a loss's file
-names those lazily (:mod:`mcore_qwen3vl.lazy`).
+names those lazily (``mcore_qwen3vl.lazy``).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Loss:
     """A loss, or a family of losses that share their settings, with what a command line says.
 
     A subclass is a frozen dataclass. Each of its fields but `name` is a flag, whose docstring is
-    the flag's help (:mod:`mcore_qwen3vl.flags`); it is None where the command line says nothing.
+    the flag's help (``mcore_qwen3vl.flags``); it is None where the command line says nothing.
 
     Attributes:
         name: the one of `names` that the run minimises.

@@ -2,7 +2,7 @@
 
 A holder is what lasts (weights, gradients and so on), known by its storage, or else the label of
 the innermost line outside PyTorch that allocates. Our own code declares its labels itself, see
-:mod:`mcore_qwen3vl.memory_labels`; those of libraries are here, by module.
+``mcore_qwen3vl.memory_labels``; those of libraries are here, by module.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def choose_iteration(
 
     Raises:
         BadInput: see :func:`readable_iteration` and
-            :class:`mcore_qwen3vl.converters.megatron_checkpoint.Format`.
+            :class:`mcore_qwen3vl.converters.megatron_checkpoint.CheckpointFormat`.
     """
     answer: list[Any] = [None]
     if dist.get_rank() == 0:
