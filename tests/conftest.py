@@ -30,7 +30,7 @@ from mcore_qwen3vl.training.arguments import command_line  # noqa: E402
 if TYPE_CHECKING:  # it imports transformers, which is slow
     from mcore_qwen3vl.verification.parity.matrix import Matrix
 
-pytest_plugins = ("tests.turns",)
+pytest_plugins = ("tests.turns", "tests.durations")
 logging.getLogger("megatron").setLevel(logging.ERROR)
 launch.PATIENCE = 10.0  # a machine five times slower fails no test, and a hang still ends
 # Tests count the lines of a command, and another Megatron first on PYTHONPATH would take one.
@@ -134,28 +134,3 @@ def workbench() -> Iterator[Workbench]:
     """Start one process on the simulated GPU for all tests, with everything imported."""
     with Workbench(ON_WORKBENCH, raised=(BadInput,)) as bench:
         yield bench
-
-
-LONGEST = (
-    "rehearsal/test_training.py",
-    "verification/parity/test_matrix.py",
-    "losses/test_distillation.py",
-    "training/checkpoints/test_resume.py",
-    "verification/trace/test_tracing.py",
-    "data/test_loader.py",
-    "losses/test_embedding.py",
-    "verification/parity/test_memory.py",
-    "losses/test_classify.py",
-    "losses/test_preference.py",
-    "verification/parity/test_lora.py",
-    "generation/test_equal.py",
-    "losses/test_reward.py",
-    "losses/test_reranker.py",
-    "rehearsal/test_commands.py",
-)
-"""Files of 20 seconds or more, which run first so that no worker ends late with one."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    place = {Path(__file__).parent / name: i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path, len(LONGEST)))

@@ -94,17 +94,23 @@ def pytest_terminal_summary(
     options = map(config.getoption, ("--turn", "--start-until"))
     if config.option.collectonly or all(option is None for option in options):
         return
-    reports = [r for group in terminalreporter.stats.values() for r in group if is_report(r)]
-    seconds: dict[str, float] = defaultdict(float)
-    for report in reports:
-        seconds[report.nodeid.split("::")[0]] += report.duration
+    reports = reports_of(terminalreporter)
     waiting = [r.nodeid for r in reports if r.skipped and NOT_STARTED in str(r.longrepr)]
     terminalreporter.section("what ran")
-    for file, spent in sorted(seconds.items()):
+    for file, spent in sorted(seconds_of_files(reports).items()):
         terminalreporter.write_line(f"{spent:7.1f} s  {file}")
     for test in waiting:
         terminalreporter.write_line(f"not started: {test}")
 
 
-def is_report(entry: object) -> bool:
-    return isinstance(entry, pytest.TestReport)
+def reports_of(terminalreporter: pytest.TerminalReporter) -> list[pytest.TestReport]:
+    groups = terminalreporter.stats.values()
+    return [one for group in groups for one in group if isinstance(one, pytest.TestReport)]
+
+
+def seconds_of_files(reports: Sequence[pytest.TestReport]) -> dict[str, float]:
+    """Return the seconds of every file that ran, with those of its fixtures."""
+    seconds: dict[str, float] = defaultdict(float)
+    for report in reports:
+        seconds[report.nodeid.split("::")[0]] += report.duration
+    return seconds
