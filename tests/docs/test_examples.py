@@ -157,7 +157,7 @@ def test_the_readmes_four_tasks(tmp_path):
     assert len(tasks) == 4
     printed = [run(["bash", "-euo", "pipefail", "-c", task.text], tmp_path) for task in tasks]
     assert "All 271 comparisons hold" in printed[1]
-    assert f"answers `{printed[-1].strip()}`" in README.read_text()
+    assert f"`{printed[-1].strip()}`" in README.read_text()
 
 
 @pytest.mark.slow  # over a minute of starting commands
