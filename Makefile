@@ -12,7 +12,7 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadsc
 # Some machines forbid Python to keep bytecode; without it each process takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo shell train-demo test test-slow test-all numerics test-trl test-clusters test-ray test-trackers test-muon test-te test-verl test-grpo test-vllm test-versions test-megatron lint docs parity parity-2b search bench-convert gpu-check release clean
+.PHONY: help demo shell train-demo test test-slow test-all test-durations test-contexts tests-of numerics test-trl test-clusters test-ray test-trackers test-muon test-te test-verl test-grpo test-vllm test-versions test-megatron lint docs parity parity-2b search bench-convert gpu-check release clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -34,6 +34,16 @@ test-slow: $(ENVIRONMENT) ## the slow tests alone; ARGS="--turn 1/3" runs one sh
 
 test-all: $(ENVIRONMENT) ## both
 	$(RUN)$(PYTEST) $(ARGS)
+
+# The longest files start first, by this record. It is committed; what a run leaves out stays.
+test-durations: $(ENVIRONMENT) ## the test suite, whose seconds are written to tests/durations.json
+	$(RUN)$(PYTEST) -m "not slow" --record-durations $(ARGS)
+
+test-contexts: $(ENVIRONMENT) ## the test suite; which tests run which file is recorded in build/ for tests-of
+	$(RUN)$(PYTEST) -m "not slow" -p tests.tests_of $(ARGS)
+
+tests-of: ## the tests that run a file (FILE=mcore_qwen3vl/data/parts.py)
+	@$(firstword $(wildcard .venv/bin/python) python3) -m tests.tests_of '$(FILE)'
 
 numerics: $(ENVIRONMENT) ## what computes, under other instruction sets and thread counts (ARGS=--quick)
 	$(RUN)python -m tests.numerics --numprocesses $(WORKERS) --dist loadfile $(ARGS)
