@@ -157,7 +157,7 @@ def measure(
     The processor reads the samples as `jsonl`, and we read them as `path`.
     """
     architecture = Architecture.from_hf(model)
-    config = DataConfig(seq_length=seq_length, packing=True, media=LIMITS)
+    config = DataConfig(seq_length=seq_length, packing=True, media_limits=LIMITS)
     loader = Loader([Source(path)], architecture, load_processor(model), config, num_workers=0)
     processor = load_processor(model)
     LIMITS.apply(processor)

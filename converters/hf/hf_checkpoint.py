@@ -40,10 +40,10 @@ _TURNED = (
 
 
 def holder_of_mtp(folder: Path, architecture: Architecture) -> HuggingFaceCheckpoint | None:
-    """Return the checkpoint in `folder` if it has layers that predict a further token.
+    """Return the checkpoint in `folder` if it has MTP layers.
 
-    Exports of a model that does not train them take them from the checkpoint that it was made from.
-    Of a model that never has them, no file but the config is looked at.
+    A run that does not train its MTP layers exports those of its source. If the config declares
+    none, only the config is read.
 
     Raises:
         BadInput: the weights in `folder` are damaged.

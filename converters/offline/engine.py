@@ -377,7 +377,8 @@ def write_part(
 def _shares(plan: ConversionPlan, count: int) -> list[list[Unit]]:
     """Return the units of each of `count` parts, which take files in turn.
 
-    Of a network file system, two machines that write to one file need more than of any other.
+    One file belongs to one part, since two machines cannot safely write to one file on some network
+    file systems.
     """
     files: dict[Path | str, list[Unit]] = {}
     for unit in plan.units:

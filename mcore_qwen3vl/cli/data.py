@@ -139,7 +139,7 @@ def check(
         clean_writer,
         plot_report,
     )
-    from mcore_qwen3vl.losses.registry import told_form
+    from mcore_qwen3vl.losses.registry import detected_form
     from mcore_qwen3vl.machine import require_extra, usable_cores
     from mcore_qwen3vl.unused.folder import unused_of
 
@@ -157,7 +157,7 @@ def check(
         seq_length,
         packing=True,
         teacher_temperature=distill_temperature,
-        records=told_form(),
+        records=detected_form(),
         **reading,
     )
     folder = identify(hf_model).config()

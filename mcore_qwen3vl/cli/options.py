@@ -120,7 +120,7 @@ def layout_flags(
 def data_flags(*names: str) -> Callable[[Any], Any]:
     """Give a command training's flags for these fields of the data config, and for media budgets.
 
-    The command itself takes an argument `reading` instead: the fields, with `media` among them.
+    The command gets them as one argument `reading`: the fields by name, and `media_limits`.
     """
     defaults = {field.name: field.default for field in fields(DataConfig)}
     kinds = get_type_hints(DataConfig) | get_type_hints(MediaLimits)
@@ -132,8 +132,8 @@ def data_flags(*names: str) -> Callable[[Any], Any]:
     flags += [_flag_parameter(name, kinds[name], help_of(name), **panel) for name in budgets]
 
     def call(command: Callable[..., Any], arguments: dict[str, Any], values: dict[str, Any]) -> Any:
-        media = MediaLimits(**{name: values.pop(name) for name in budgets if name in values})
-        return command(**arguments, reading={**values, "media": media})
+        limits = MediaLimits(**{name: values.pop(name) for name in budgets if name in values})
+        return command(**arguments, reading={**values, "media_limits": limits})
 
     return _flag_adder(flags, call, filled="reading")
 

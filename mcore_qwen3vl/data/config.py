@@ -175,7 +175,7 @@ class DataConfig:
     teacher_temperature: float | None = None
     """Temperature of the teacher's likeliest tokens, which are then read from a file beside the
     data; None: read none."""
-    media: MediaLimits = field(default_factory=MediaLimits)
+    media_limits: MediaLimits = field(default_factory=MediaLimits)
 
     def __post_init__(self) -> None:
         if self.seq_length < 1 or self.micro_batch_size < 1 or self.length_multiple < 1:

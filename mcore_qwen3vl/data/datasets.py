@@ -462,8 +462,8 @@ class Order:
     twice before all have come once. Data sets that have weights are drawn by them, and each has its
     own epochs.
 
-    Data sets may have grown since a run began: records were appended. An epoch that had begun then
-    goes on with the records that it was drawn from, and those that follow have all.
+    Records may be appended to a data set after a run began. The epoch in progress keeps the records
+    that it was drawn from; later epochs have the new ones too.
     """
 
     def __init__(
@@ -493,7 +493,7 @@ class Order:
 
     @property
     def history(self) -> list[Any]:
-        """From which positions on the data sets had which extents, as plain data."""
+        """How the data sets grew: ``[[position, [[records, runs] of each data set]], ...]``."""
         return [
             [start, [[extent.records, extent.runs] for extent in extents]]
             for start, extents in self._history

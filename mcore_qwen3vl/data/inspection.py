@@ -37,7 +37,7 @@ from mcore_qwen3vl.data.encoding.preparation import Preparation
 from mcore_qwen3vl.data.parts import Parts, depends_on
 from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.readers import ensure_index, number_of, record_of, sample_id
-from mcore_qwen3vl.data.record_form import ToldForm
+from mcore_qwen3vl.data.record_form import DetectedForm
 from mcore_qwen3vl.data.records.media import peculiarities
 from mcore_qwen3vl.data.records.parse import records_of_turns
 from mcore_qwen3vl.data.records.reading import PLAIN, BadSample, OverlongSample, Reading, reason_of
@@ -358,7 +358,7 @@ class Check:
         sample, form = sample_id(crude), None
         try:
             raw = self._preparation.raw(crude)
-            records = self._config.records or ToldForm()
+            records = self._config.records or DetectedForm()
             parts = list(self._preparation.parse_each(raw, records).values())
             form = parts[0].format
             plans = [self._preparation.plan(raw, part) for part in parts]

@@ -183,7 +183,8 @@ def depends_on(
     """
     said: dict[str, Any] = {"the version of mcore-qwen3vl": __version__, "--split": split}
     said |= {flag_of(name): getattr(config, name) for name in _FLAGS}
-    said |= {flag_of(each.name): getattr(config.media, each.name) for each in fields(config.media)}
+    limits = config.media_limits
+    said |= {flag_of(each.name): getattr(limits, each.name) for each in fields(limits)}
     said["--distill-temperature"] = config.teacher_temperature
     said["the data sets"] = [str(source.path.absolute()) for source in sources]
     tokenizer = processor.tokenizer.backend_tokenizer

@@ -98,8 +98,8 @@ class RecordForm:
 
 
 @dataclass(frozen=True)
-class ToldForm(RecordForm):
-    """The form that the keys of each record tell; if they tell none of `forms`, it is text."""
+class DetectedForm(RecordForm):
+    """Detects the form of each record by its keys; a record of none of `forms` is text."""
 
     forms: tuple[RecordForm, ...] = ()
 
@@ -108,7 +108,7 @@ class ToldForm(RecordForm):
     def read(
         self, record: Mapping[str, Any], folder: MediaFolder, reading: Reading
     ) -> Mapping[str, Conversation | Document]:
-        """Parse a record in the form that its keys tell, otherwise as text to be predicted."""
+        """Parse a record in the form of its keys, otherwise as text to be predicted."""
         for form in self.forms:
             if form.describes(record):
                 return form.read(record, folder, reading)

@@ -16,7 +16,7 @@ from importlib.metadata import entry_points
 from itertools import groupby
 from typing import Any
 
-from mcore_qwen3vl.data.record_form import ToldForm
+from mcore_qwen3vl.data.record_form import DetectedForm
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.flags import add_flags, make_from_flags, stands_last
 from mcore_qwen3vl.functions import RULE
@@ -155,13 +155,13 @@ def loss_named(name: str) -> type[Loss]:
     return next(loss for loss in all_losses() if name in loss.names)
 
 
-def told_form(flag: str | None = None) -> ToldForm:
+def detected_form(flag: str | None = None) -> DetectedForm:
     """Return the form that the keys of each record tell.
 
     Its forms are those of the losses that `flag` names; None: of all losses.
     """
     losses = [loss for loss in reversed(all_losses()) if flag in (None, loss.flag)]
-    return ToldForm(tuple(loss.records for loss in losses if loss.records is not None))
+    return DetectedForm(tuple(loss.records for loss in losses if loss.records is not None))
 
 
 def _join_names(names: Sequence[str]) -> str:

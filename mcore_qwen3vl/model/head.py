@@ -221,24 +221,24 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, of_log_probs: Tensor, of_entropies: Tensor | None
+        ctx: Any, grad_log_probs: Tensor, grad_entropies: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         local, ours, total, target, entropies, maximum, *rest = ctx.saved_tensors
         columns, wanted = ctx.columns, in_pairs(ctx.needs_input_grad[5:])
         terms, mixtures = in_pairs(rest[: 2 * len(wanted)]), rest[2 * len(wanted) :]
-        of_log_probs = of_log_probs / ctx.temperature
-        of_target = of_log_probs.where(ours, 0.0)
+        grad_log_probs = grad_log_probs / ctx.temperature
+        grad_target = grad_log_probs.where(ours, 0.0)
         if ctx.is_mixed:
             # 1 - p of the target, which is lost where p is rounded to the states' dtype.
-            of_target = of_target * -torch.expm1(target - total)
-            of_others = of_log_probs * (maximum - total).exp_()
-            factors = local, of_target, of_others
+            grad_target = grad_target * -torch.expm1(target - total)
+            grad_others = grad_log_probs * (maximum - total).exp_()
+            factors = local, grad_target, grad_others
             pairs = zip(terms, mixtures, strict=True)
             found = [
                 side for term, mixed in pairs for side in (_of_states(*term, mixed, *factors), None)
             ]
             return None, None, None, None, None, *found
-        of_entropies = of_entropies / ctx.temperature if ctx.with_entropy else None
+        grad_entropies = grad_entropies / ctx.temperature if ctx.with_entropy else None
         gradients = [
             TermGradient(x, w, *of_term) for (x, w), of_term in zip(terms, wanted, strict=True)
         ]
@@ -246,9 +246,9 @@ class _TokenLogProbs(torch.autograd.Function):
             logits = ctx.kept.pop(rows.start, None)  # the gradient takes its place
             if logits is None:
                 logits = columns.products(terms, rows)
-            numbers = [total[rows], of_log_probs[rows], of_target[rows]]
-            if of_entropies is not None:
-                numbers += [of_entropies[rows], entropies[rows]]
+            numbers = [total[rows], grad_log_probs[rows], grad_target[rows]]
+            if grad_entropies is not None:
+                numbers += [grad_entropies[rows], entropies[rows]]
             write_gradient(logits, local[rows], ctx.temperature, *numbers)
             for of_term in gradients:
                 of_term.add(logits, rows)

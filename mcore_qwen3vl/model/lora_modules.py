@@ -22,7 +22,8 @@ its gradient over TP, as it does for norms.
 
 Under ETP the token dispatcher gathers the experts' inputs and sums their outputs, and does the same
 for gradients, so activations need nothing here. But every rank computes the gradient of a whole
-factor from its part of the other factor: `Kind.region_of_undivided_factor` adds these gradients up.
+factor from its part of the other factor: :meth:`LinearKind.region_of_undivided_factor` adds these
+gradients up.
 """
 
 from __future__ import annotations
@@ -489,7 +490,7 @@ class Site:
         return matrix.index_select(0, self._order)
 
     def sum_undivided_gradients(self, a: Tensor, b: Tensor, *, of: Pair) -> tuple[Tensor, Tensor]:
-        """Apply `Kind.region_of_undivided_factor` to undivided factors: of a pair, or stacked."""
+        """Sum the gradients of undivided factors over the ranks; factors of a pair, or stacked."""
         if of.places["lora_A"].axis is None:
             a = self._region_of_undivided_factor(a)
         if of.places["lora_B"].axis is None:

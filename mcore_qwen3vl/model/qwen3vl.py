@@ -64,9 +64,9 @@ label_module(__file__, "model, other")
 
 Embed = Callable[[], tuple[Tensor | None, Tensor | None]]
 """Computes a chunk's inputs: hidden states (s_local, B, H), or None after the first stage; and
-DeepStack features (k, n, H) of this chunk and later ones, or None. In the place of the features,
-which it then has none of, a model that predicts further tokens has the embeddings of the next
-tokens, images' features among them: (1, s_local * B, H)."""
+DeepStack features (k, n, H) of this chunk and later ones, or None. A model with MTP has no
+DeepStack: there it returns the embeddings of the next tokens, with images' features, as one tensor
+(1, s_local * B, H)."""
 
 
 class Qwen3VLModel(GPTModel):

@@ -424,7 +424,7 @@ def write_made_up_teacher(data: Path, model: Path, settings: Settings, temperatu
     processor, architecture = load_processor(model), Architecture.from_hf(model)
     sources = parse_sources([str(data)])
     samples = CrudeSamples(sources, split="train", trust=False)
-    config = DataConfig(settings.data.seq_length, media=settings.data.media)
+    config = DataConfig(settings.data.seq_length, media_limits=settings.data.media_limits)
     records = Records(samples, sources, architecture, processor, config, 1)
     lines = []
     for micro in records.plan(range(len(samples))):

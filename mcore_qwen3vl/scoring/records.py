@@ -35,7 +35,7 @@ from mcore_qwen3vl.data.records.tasks import POSITIVE
 from mcore_qwen3vl.data.scores import facts_file_of, token_digest, write_teacher
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import parse_json, refuse_links, write_at_once
-from mcore_qwen3vl.losses.registry import told_form
+from mcore_qwen3vl.losses.registry import detected_form
 from mcore_qwen3vl.model.inputs import PixelScale
 from mcore_qwen3vl.unused.fields import Unused
 
@@ -111,7 +111,7 @@ class Records:
         self._architecture, self._config = architecture, config
         self._multiple, self._alone = width_multiple, alone
         self._preparation = Preparation(processor, config, sources)
-        self._form = config.records or told_form("--loss")
+        self._form = config.records or detected_form("--loss")
         self._pad_id = processor.tokenizer.pad_token_id
         self._results = BlockResults()
 

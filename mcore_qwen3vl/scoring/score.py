@@ -73,7 +73,7 @@ class ScoreRequest(ModelRequest):
     entropy: bool = False
     packing: bool = True
     seq_length: int | None = None
-    media: MediaLimits = field(default_factory=MediaLimits)
+    media_limits: MediaLimits = field(default_factory=MediaLimits)
     buffer: int = 128
     max_bad_fraction: float = 0.05
     force: bool = False
@@ -300,7 +300,7 @@ def _data_config(request: ScoreRequest, architecture: Architecture, multiple: in
         # CP divides each packed sample; SP divides only the pack.
         length_multiple=length_multiple(request.layout.cp) if request.packing else multiple,
         max_bad_fraction=request.max_bad_fraction,
-        media=request.media,
+        media_limits=request.media_limits,
         allow_dropped=request.allow_dropped,
         trust_data=request.trust_data,
     )
@@ -322,7 +322,7 @@ def _settings(
         "layout": str(request.layout),
         "packing": config.packing,
         "seq_length": config.seq_length,
-        "media": asdict(config.media),
+        "media": asdict(config.media_limits),
         "block": block,
         "torch": version("torch"),
     }

@@ -192,7 +192,7 @@ class DataProvider:
         return steps[0]
 
     def _steps_of_epochs(self) -> int:
-        """Return the steps of the whole run: those that it has made, and those that remain."""
+        """Return the steps of the whole run: the sum of those done and those that remain."""
         settings = self._settings
         load, batch = settings.checkpoints.load or "", settings.loop.global_batch_size
         fallback = settings.training.on_corrupt_checkpoint == "fallback"

@@ -47,7 +47,7 @@ def forward(
     """Run one micro-batch through one pipeline chunk, wrapped or not.
 
     Args:
-        plan: only build the plan of :meth:`Qwen3VLModel.build_schedule_plan`, and return it in
+        plan: only build the plan of :meth:`.Qwen3VLModel.build_schedule_plan`, and return it in
             place of the output.
         processor: computes what the last stage returns: Megatron's ``output_processor``, with the
             batch and the chunk before its own arguments.

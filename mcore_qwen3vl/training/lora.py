@@ -111,7 +111,7 @@ class LoraRun:
         architecture: the model's shape.
         model: the model's config.
         base: the checkpoint of the weights that the run leaves as they are, if it reads any.
-        task: the task, if it is another one than predicting tokens.
+        scored_by: the task, of a model that gives records a score; None: it predicts tokens.
         seed: of the factors' initial values, which are the same under every layout.
 
     Attributes:

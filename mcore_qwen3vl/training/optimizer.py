@@ -153,11 +153,14 @@ def _is_counted(parameter: nn.Parameter) -> bool:
 def make_resumable(optimizer: Any) -> bool:
     """Let torch's Adam save and load its state exactly.
 
-    mcore supports this for Transformer Engine's and Apex's Adam. Under its distributed optimizer it
-    reads the state of torch's Adam before it exists, gives all parameters the same ``step`` tensor,
-    which each of them then advances, and looks for ``step`` in formats that store it elsewhere. The
-    result says whether there was a torch's Adam under a distributed optimizer. Under any optimizer
-    a rank without a trained parameter has no ``step`` to save, so it counts.
+    mcore supports this for Transformer Engine's and Apex's Adam. With torch's Adam, its distributed
+    optimizer makes three mistakes: it reads the state before that exists, it shares one ``step``
+    tensor among all parameters, each of which then advances it, and it expects ``step`` in formats
+    that store it elsewhere. Under any optimizer a rank without a trained parameter has no ``step``
+    to save, so it counts the steps itself.
+
+    Returns:
+        Whether a distributed optimizer holds a torch's Adam.
     """
     changed = False
     for part, adam in _with_adam(optimizer):
@@ -380,7 +383,7 @@ def _distributed_parts(optimizer: Any) -> Iterator[DistributedOptimizer]:
 
 
 def _flag_of_other_state(optimizer: DistributedOptimizer) -> str | None:
-    """Return the flag because of which the state is no float32 tensor on the device, or None."""
+    """Return the flag that keeps the state in another dtype or off the device; None: neither."""
     if optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
         return "--use-precision-aware-optimizer"
     offloaded = isinstance(optimizer.optimizer, HybridDeviceOptimizer)

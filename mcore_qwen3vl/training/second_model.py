@@ -111,9 +111,11 @@ class SecondModel:
 
         A second call changes nothing.
 
-        `model_provider` is that of :mod:`mcore_qwen3vl.training.model`, which imports this module,
-        and `args` are the run's, which it reads as Megatron has them. Unless it `reads_weights`,
-        they stay as they are made.
+        Args:
+            model_provider: that of :mod:`mcore_qwen3vl.training.model`, which imports this module
+                and so cannot be imported here.
+            args: Megatron's namespace of the run.
+            reads_weights: False: keep the weights as they are initialised.
         """
         if self.chunks:
             return

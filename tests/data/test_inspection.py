@@ -29,7 +29,7 @@ from mcore_qwen3vl.data.inspection import (
 )
 from mcore_qwen3vl.data.records.reading import Reading
 from mcore_qwen3vl.errors import BadInput, CheckFailed
-from mcore_qwen3vl.losses.registry import told_form
+from mcore_qwen3vl.losses.registry import detected_form
 from mcore_qwen3vl.rehearsal.command import write_made_up_teacher
 from mcore_qwen3vl.scoring.records import Records
 from mcore_qwen3vl.tiny.records import write_half_images
@@ -164,7 +164,7 @@ def test_preference_records_are_one_sample_of_both_answers(
     single = {**shared, "messages": [asked, {"role": "assistant", "content": "No idea."}]}
     path = write_jsonl([pair, shared, single, {**pair, "rejected": 3}])
     report = check_data(
-        path, processor, DataConfig(seq_length=400, packing=True, records=told_form())
+        path, processor, DataConfig(seq_length=400, packing=True, records=detected_form())
     )
     assert report.formats == {"preference": 1, "messages": 2}
     first, *others = report.tokens
@@ -174,7 +174,7 @@ def test_preference_records_are_one_sample_of_both_answers(
     tight = check_data(
         path,
         processor,
-        DataConfig(seq_length=first - 1, packing=True, records=told_form()),
+        DataConfig(seq_length=first - 1, packing=True, records=detected_form()),
         limit=1,
     )
     assert "tokens in both" in tight.overlong[0].reason
@@ -193,7 +193,7 @@ def test_a_hook_is_asked_once_for_a_preference_record(
 
     monkeypatch.setattr(sys.modules[__name__], "as_pair", hook, raising=False)
     path = write_jsonl([{"q": "One?"}, {"q": "Two?"}])
-    config = DataConfig(seq_length=400, packing=True, records=told_form())
+    config = DataConfig(seq_length=400, packing=True, records=detected_form())
     report = check_data(path, processor, config, defaults=Reading(preprocess=f"{__name__}:as_pair"))
     assert (report.formats, asked) == ({"preference": 2}, ["One?", "Two?"])
 
@@ -355,7 +355,7 @@ def test_a_teachers_tokens_are_checked_too_and_others_stop_a_run(
     write_made_up_teacher(file, dense, CommandLine(flags).settings, 1.0)
 
     def checked(temperature: float, media: MediaLimits) -> list[str]:
-        config = DataConfig(512, packing=True, teacher_temperature=temperature, media=media)
+        config = DataConfig(512, packing=True, teacher_temperature=temperature, media_limits=media)
         shape = Architecture.from_hf(dense)
         report = check_data(file, load_processor(dense), config, architecture=shape)
         return [flaw.reason for flaw in report.bad]
@@ -367,7 +367,7 @@ def test_a_teachers_tokens_are_checked_too_and_others_stop_a_run(
     with pytest.raises(BadInput, match="made with temperature 1, and 2 is needed"):
         checked(2.0, MediaLimits())
     # In a run the records are not at fault, so they are no bad samples.
-    config = DataConfig(512, teacher_temperature=1.0, media=MediaLimits(image_max_tokens=4))
+    config = DataConfig(512, teacher_temperature=1.0, media_limits=MediaLimits(image_max_tokens=4))
     sources, shape = [Source(file)], Architecture.from_hf(dense)
     loader = Loader(sources, shape, load_processor(dense), config, num_workers=0)
     with pytest.raises(BadInput, match=r"^\S+train\.jsonl:\d no longer has the tokens"):

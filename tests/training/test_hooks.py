@@ -32,7 +32,7 @@ from mcore_qwen3vl.verification.curves import LEARNING_RATE, Job, curve_of, trai
 from tests.training.log import entries_of
 from tests.training.megatron_symbols import differences, read_table
 
-MEGATRON = re.compile(r"megatron\.(core|training)\b")
+MEGATRON = re.compile(r"megatron\.(core|training|energon)\b")
 
 
 @pytest.mark.parametrize("name", HOOKS)

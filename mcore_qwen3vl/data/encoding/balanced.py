@@ -9,7 +9,7 @@ a stamp of their sizes and times for each sample. At the start, those of samples
 and of some others are compared, and if one differs, all samples are measured again. A sample that
 contradicts its size when it is read removes the file.
 
-The encoder is that of :mod:`encoder`, whose samples are numbers and sizes until they are packed.
+The encoder is that of :mod:`.encoder`, whose samples are numbers and sizes until they are packed.
 """
 
 from __future__ import annotations
@@ -705,7 +705,7 @@ def _settings_as_json(processor: Any, config: DataConfig) -> str:
         "template": processor.chat_template,
         "images": processor.image_processor.to_json_string(),
         "videos": processor.video_processor.to_json_string(),
-        "media": asdict(config.media),
+        "media": asdict(config.media_limits),
         "seq_length": config.seq_length,
         "overlong": config.overlong,
         "document_end": config.document_end,

@@ -107,7 +107,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, PlannedRecord, Batch, Batch]):
     @stateless
     def preencode_sample(self, sample: RawSample) -> Any:
         """Tokenise the sequences of a record and measure their media."""
-        with self._needing_others(sample.source), self.guard.skip_bad_samples(sample):
+        with self._fail_if_source_is_unusable(sample.source), self.guard.skip_bad_samples(sample):
             planned = self._plan_fields(sample)
             check_length(self.config, planned["plans"])  # an over-long pair may have no reference
             left = (item for plan in planned["plans"] for item in plan.unused)
@@ -144,7 +144,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, PlannedRecord, Batch, Batch]):
     def postencode_sample(self, sample: Any) -> Any:
         """Decode the pixels, only once for neighbours that have the same media."""
         pixels: list[Pixels] = []
-        with self._needing_others(sample.source), self.guard.skip_bad_samples(sample):
+        with self._fail_if_source_is_unusable(sample.source), self.guard.skip_bad_samples(sample):
             for number, plan in enumerate(sample.plans):
                 same_media = number and _media_of(plan) == _media_of(sample.plans[number - 1])
                 pixels.append(
@@ -189,13 +189,13 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, PlannedRecord, Batch, Batch]):
         except (SkipSample, BadInput, *SYSTEM_EXCEPTIONS):
             raise
         except Exception as error:  # as in energon's own chain, any exception makes it bad
-            with self._needing_others(part.source):
+            with self._fail_if_source_is_unusable(part.source):
                 self.guard.on_error(error, raw, None)
                 raise SkipSample from error
         return self.preencode_sample(sample)
 
     @contextmanager
-    def _needing_others(self, source: int) -> Iterator[None]:
+    def _fail_if_source_is_unusable(self, source: int) -> Iterator[None]:
         """When the block skips a record of a data set, look once whether another can be used.
 
         Raises:

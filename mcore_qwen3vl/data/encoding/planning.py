@@ -524,7 +524,7 @@ class PlannedMedia:
 class Pixels:
     """Patches of one sample's images and of its videos, in order.
 
-    They are uint8 if the :class:`PixelLoader` has a scale, and float32 otherwise.
+    They are uint8 if the :class:`.PixelLoader` has a scale, and float32 otherwise.
     """
 
     pixel_values: Tensor | None = None  # (P_images, patch_dim)

@@ -50,7 +50,7 @@ class Preparation:
 
     def __init__(self, processor: Any, config: DataConfig, sources: Sequence[Source]) -> None:
         """Set the budgets on `processor`, and import the hooks; raise BadInput if either fails."""
-        config.media.apply(processor)
+        config.media_limits.apply(processor)
         self._max_seconds = config.max_sample_seconds
         self._sources = list(sources)
         self.template_arguments = [

@@ -138,7 +138,7 @@ def add_to_rows(hidden: Tensor, features: Tensor, destination: Tensor) -> Tensor
     Source: Meng et al., "DeepStack", 2024; HF ``Qwen3VLTextModel._deepstack_process``.
 
     Args:
-        features: (n, H) rows of one layer's features, from :meth:`FusionPlan.select`.
+        features: (n, H) rows of one layer's features, from :meth:`.FusionPlan.select`.
         destination: (n,) ``FusionPlan.destination``.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])  # (s_local * B, H)

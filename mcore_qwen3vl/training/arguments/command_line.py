@@ -170,9 +170,8 @@ class CommandLine:
     def check_names(self) -> None:
         """Raise BadInput for flags that are unknown or would mislead.
 
-        A version of Megatron that has other flags than those listed here decides with its own
-        parser whether it knows one. Building that parser takes seconds, so the list is what answers
-        a typo at once.
+        The list of :data:`FLAGS` answers a typo at once, because Megatron's parser takes seconds to
+        build. For another version of Megatron, whose flags the list lacks, that parser decides.
         """
         sorting = Sorting.for_installed()
         known = {*_parser()._option_string_actions, *sorting.known}

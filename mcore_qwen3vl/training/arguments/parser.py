@@ -132,7 +132,7 @@ class ArgumentSetup:
             # The same command starts a run and resumes it.
             explicit["load"] = load_as_saved(explicit.get("load", save), save)
         layout = command.layout(self._world_size)
-        if kept := Kept.from_command(explicit):
+        if kept := ResumedRunSettings.from_command(explicit):
             self._kept_batch = kept.batch is not None
             parser.set_defaults(**kept.defaults(explicit, layout.dp))
         if kept and "use_checkpoint_opt_param_scheduler" in explicit:
@@ -273,7 +273,7 @@ def is_about_flags(error: Exception) -> bool:
 
 
 @dataclass(frozen=True)
-class Kept:
+class ResumedRunSettings:
     """What a checkpoint was trained with, which a resumed run keeps if no flag says otherwise.
 
     By default the global batch is a micro-batch for each data-parallel rank, so that another number
@@ -299,7 +299,7 @@ class Kept:
     record: RunRecord
 
     @classmethod
-    def from_command(cls, explicit: Mapping[str, Any]) -> Kept | None:
+    def from_command(cls, explicit: Mapping[str, Any]) -> ResumedRunSettings | None:
         """Return what the run that the command line resumes was trained with, or None."""
         from mcore_qwen3vl.data.loader import RECORDS
         from mcore_qwen3vl.training.checkpoints import data_state

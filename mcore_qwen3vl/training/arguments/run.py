@@ -338,7 +338,7 @@ class RunSettings:
         if balance is None:
             balance = bool(flags.packing and balances)
         data = make_from_flags(
-            DataConfig, flags, media=make_from_flags(MediaLimits, flags), balance=balance
+            DataConfig, flags, media_limits=make_from_flags(MediaLimits, flags), balance=balance
         )
         hints = get_type_hints(cls)
         kinds = {

@@ -309,7 +309,7 @@ def changed_files(settings: Settings) -> dict[str, bytes]:
     source = settings.model.folder
     # A model that is trained on turns stops at their end.
     stopping = {} if settings.loss.flag == "--task" else config_with_turn_end(source)
-    return {**configs_with_budgets(source, settings.data.media), **stopping}
+    return {**configs_with_budgets(source, settings.data.media_limits), **stopping}
 
 
 @contextmanager

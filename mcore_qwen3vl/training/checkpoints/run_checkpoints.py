@@ -366,7 +366,7 @@ class Validations:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Iteration and loss of the first lowest loss; None before the first that is a number."""
+        """Iteration and value of the lowest finite loss, the earliest of equal ones, or None."""
         known = [entry for entry in self._losses if math.isfinite(entry[1])]
         return min(known, key=itemgetter(1), default=None)
 

@@ -37,7 +37,7 @@ def content_of_reading(settings: Settings) -> Values:
 
     processor = load_processor(settings.model.folder)
     # A folder of a run has the budgets in its files that the run was given as flags.
-    settings.data.media.apply(processor)
+    settings.data.media_limits.apply(processor)
     tokenizer = json.loads(processor.tokenizer.backend_tokenizer.to_str())
     for passing in ("padding", "truncation"):  # a tokenizer that was used before it was saved
         tokenizer.pop(passing, None)

@@ -254,7 +254,7 @@ def _writes_text(settings: Settings, a: Architecture) -> str:
             )
     budgets = [
         f"--{name.replace('_', '-')} {value:g}"
-        for name, value in asdict(settings.data.media).items()
+        for name, value in asdict(settings.data.media_limits).items()
         if value is not None
     ]
     if budgets and a.has_vision and (save or model.save_hf):

@@ -70,7 +70,7 @@ class RolloutRequest(ModelRequest):
     model: str | None = None
     prompts: int = PROMPTS
     sampling: Sampling = field(default_factory=Sampling)
-    media: MediaLimits = field(default_factory=MediaLimits)
+    media_limits: MediaLimits = field(default_factory=MediaLimits)
     split: str = "train"
     preprocess: str | None = None
     chat_template_kwargs: str | None = None
@@ -182,7 +182,7 @@ def _data_config(request: RolloutRequest, architecture: Architecture) -> DataCon
     return DataConfig(
         longest - longest % multiple,
         length_multiple=multiple,
-        media=request.media,
+        media_limits=request.media_limits,
         allow_dropped=request.allow_dropped,
         trust_data=request.trust_data,
     )

@@ -1,6 +1,6 @@
 """Records of every kind that a loss trains on, at random: a kind is a function in a table.
 
-:data:`CONVERSATIONS` and the tables below it are what :func:`records_for` draws from. A record that
+:data:`CONVERSATIONS` and the tables below it are what :func:`makers_of` draws from. A record that
 cannot be used has the key ``bad``, which training names as not used, so that oracles know it.
 """
 

@@ -175,7 +175,7 @@ class Recording:
     def assemble(self, point: ProbePoint, outputs: Sequence[Tensor]) -> Tensor:
         """Join the values of a module's calls, in their order, into those of the micro-batch.
 
-        Visual rows are those of images first, then of videos, as in :class:`VisualInputs`.
+        Visual rows are those of images first, then of videos, as in :class:`.VisualInputs`.
         """
         micro = self.micro
         if point.rows != "tokens":

@@ -71,7 +71,7 @@ def planned(
     processor: Any, record: Any, folder: Path, reading: Reading = PLAIN, **config: Any
 ) -> tuple[Plan, Any]:
     settings = DataConfig(**{"seq_length": 4096, **config})
-    settings.media.apply(processor)
+    settings.media_limits.apply(processor)
     parsed = parse_record(record, MediaFolder(folder, {}), reading)
     return Planner(processor, settings).plan(Renderer(processor).render(parsed)), parsed
 
@@ -146,7 +146,7 @@ def test_video_sampling_follows_fps_and_max_frames(processor: Any, media: Path) 
     frames = {}
     for fps, most in [(2.0, 768), (5.0, 768), (10.0, 6)]:
         limits = MediaLimits(video_fps=fps, video_max_frames=most)
-        plan, parsed = planned(processor, record, media, media=limits)
+        plan, parsed = planned(processor, record, media, media_limits=limits)
         expected = hf_inputs(processor, parsed)
         assert plan.input_ids.tolist() == expected["input_ids"][0].tolist()
         frames[fps] = plan.media[0].frames * 2
@@ -162,7 +162,7 @@ def test_video_sampling_follows_fps_and_max_frames(processor: Any, media: Path) 
     ],
 )
 def test_image_budgets_bind(limits: MediaLimits, processor: Any, media: Path) -> None:
-    plan, parsed = planned(processor, RECORDS["many_images"], media, media=limits)
+    plan, parsed = planned(processor, RECORDS["many_images"], media, media_limits=limits)
     assert plan.input_ids.tolist() == hf_inputs(processor, parsed)["input_ids"][0].tolist()
     for item in plan.media:
         if limits.image_max_tokens:

@@ -24,7 +24,7 @@ from mcore_qwen3vl.data.records.tasks import (
     parse_retrieval,
 )
 from mcore_qwen3vl.labels import Labels
-from mcore_qwen3vl.losses.registry import told_form
+from mcore_qwen3vl.losses.registry import detected_form
 from mcore_qwen3vl.unused.fields import Unused
 
 FOLDER = MediaFolder(Path("/data"), {})
@@ -254,7 +254,7 @@ def test_a_check_counts_all_texts_of_a_record(dense: Path, tmp_path: Path) -> No
     records = [{"query": "One?", "positive": "It is.", "negatives": ["No."]}, {"positive": [1]}]
     file.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     report = check_data(
-        file, load_processor(dense), DataConfig(256, packing=True, records=told_form())
+        file, load_processor(dense), DataConfig(256, packing=True, records=detected_form())
     )
     assert report.formats == {"retrieval": 1}
     assert len(report.bad) == 1
@@ -262,7 +262,7 @@ def test_a_check_counts_all_texts_of_a_record(dense: Path, tmp_path: Path) -> No
     alone = check_data(
         file,
         load_processor(dense),
-        DataConfig(report.tokens[0] - 1, packing=True, records=told_form()),
+        DataConfig(report.tokens[0] - 1, packing=True, records=detected_form()),
     )
     assert "all 3" in alone.overlong[0].reason
 

@@ -21,7 +21,7 @@ from mcore_qwen3vl.data.records.tasks import (
     parse_pair,
     parse_retrieval,
 )
-from mcore_qwen3vl.losses.registry import told_form
+from mcore_qwen3vl.losses.registry import detected_form
 from tests.data.conftest import WriteJsonl
 
 FOLDER = MediaFolder(Path("/data"), {})
@@ -162,7 +162,9 @@ def test_the_report_counts_the_tokens_of_messages(
     record = {"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD]}
     as_text = {key: json.dumps(value) for key, value in record.items()}
     report = check_data(
-        write_jsonl([record, as_text]), processor, DataConfig(seq_length=512, records=told_form())
+        write_jsonl([record, as_text]),
+        processor,
+        DataConfig(seq_length=512, records=detected_form()),
     )
     assert report.bad == []
     assert report.tokens[0] == report.tokens[1]
