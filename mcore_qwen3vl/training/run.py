@@ -373,18 +373,19 @@ class Run:
     def _set_up_optimizer(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Make the second model, and then the optimizer; Megatron has built the model."""
         from mcore_qwen3vl.training import optimizer as ours
+        from mcore_qwen3vl.training import optimizer_state
 
         self._build_second()
         bound = inspect.signature(original).bind(*args, **kwargs).arguments
         rates = ours.learning_rate_overrides(self.settings)
         bound["config_overrides"] = {**(bound.get("config_overrides") or {}), **rates}
         optimizer = original(**bound)
-        ours.start_momentum(optimizer)
+        optimizer_state.start_momentum(optimizer)
         ours.use_fused_adam(optimizer)
-        ours.make_resumable(optimizer)
-        ours.keep_own_parts(optimizer)
-        ours.accept_other_chains(optimizer)
-        ours.keep_own_groups(optimizer)
+        optimizer_state.make_resumable(optimizer)
+        optimizer_state.keep_own_parts(optimizer)
+        optimizer_state.accept_other_chains(optimizer)
+        optimizer_state.keep_own_groups(optimizer)
         ours.keep_scale_on_host(optimizer)
         second = self.second.chunks if self.second else []
         self.observer.begin(Built(bound["model_chunks"], optimizer, second, self.data.trained))

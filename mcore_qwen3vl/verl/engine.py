@@ -57,7 +57,7 @@ from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.training.hooks import results_queue, wrap
 from mcore_qwen3vl.training.logs.summary import rounded_weights
 from mcore_qwen3vl.training.lora import LoraRun
-from mcore_qwen3vl.training.optimizer import keep_own_parts, make_resumable
+from mcore_qwen3vl.training.optimizer_state import keep_own_parts, make_resumable
 from mcore_qwen3vl.verl.options import OWN, Configs, ModelOptions, as_plain_dict, check, lora_run
 
 log = logging.getLogger(__name__)

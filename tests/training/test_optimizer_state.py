@@ -26,8 +26,8 @@ from mcore_qwen3vl.converters.identify import TRACKER
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.training import optimizer as own_parts
-from mcore_qwen3vl.training.optimizer import LOAD, SAVE, USED, keep_own_parts, regroup
+from mcore_qwen3vl.training import optimizer_state as own_parts
+from mcore_qwen3vl.training.optimizer_state import LOAD, SAVE, USED, keep_own_parts, regroup
 from mcore_qwen3vl.verification.curves import (
     DISTRIBUTED,
     OTHER_LAYOUT,

@@ -16,7 +16,7 @@ import torch
 
 from mcore_qwen3vl.converters.torch_dist import read_metadata
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.training import optimizer
+from mcore_qwen3vl.training import optimizer_state
 from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.verification.runs import RunComparison, compare_runs
 from mcore_qwen3vl.verification.search import records
@@ -115,12 +115,12 @@ def _data_begin_anew(patch: pytest.MonkeyPatch) -> None:
 
 
 def _adam_counts_from_zero(patch: pytest.MonkeyPatch) -> None:
-    groups = optimizer._own_groups
+    groups = optimizer_state._own_groups
 
     def from_zero(*args: Any) -> Any:
         return [{**group, "step": 0} if "step" in group else group for group in groups(*args)]
 
-    patch.setattr(optimizer, "_own_groups", from_zero)
+    patch.setattr(optimizer_state, "_own_groups", from_zero)
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ from mcore_qwen3vl.training.checkpoints import data_state, resume
 from mcore_qwen3vl.training.folders import claim_folders, find_disk_error
 from mcore_qwen3vl.training.logs.terminal import loss_name
 from mcore_qwen3vl.training.lora import check_checkpoint
-from mcore_qwen3vl.training.optimizer import check_state_of_weights
+from mcore_qwen3vl.training.optimizer_state import check_state_of_weights
 
 _OF_DISKS = frozenset(
     getattr(errno, name)

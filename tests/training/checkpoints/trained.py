@@ -37,7 +37,7 @@ from mcore_qwen3vl.model.qwen3vl import build_chunks
 from mcore_qwen3vl.runtime.launch import initialize
 from mcore_qwen3vl.tiny import tiny_config
 from mcore_qwen3vl.training.hooks import results_queue, wrap
-from mcore_qwen3vl.training.optimizer import LOAD, SAVE, keep_own_parts, make_resumable
+from mcore_qwen3vl.training.optimizer_state import LOAD, SAVE, keep_own_parts, make_resumable
 
 FORMAT = {
     "distrib_optim_sharding_type": "fully_reshardable",

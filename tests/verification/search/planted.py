@@ -82,12 +82,12 @@ def resumed_data_begin_anew(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def resumed_adam_counts_from_zero(patch: pytest.MonkeyPatch) -> None:
-    from mcore_qwen3vl.training import optimizer
+    from mcore_qwen3vl.training import optimizer_state
 
     def from_zero(original: Any, *args: Any) -> Any:
         return [{**group, "step": 0} if "step" in group else group for group in original(*args)]
 
-    around(patch, optimizer, "_own_groups", from_zero)
+    around(patch, optimizer_state, "_own_groups", from_zero)
 
 
 @fault
@@ -207,7 +207,7 @@ def _forget_squares(state: Any) -> None:
 
 @fault
 def experts_go_on_without_moments_under_another_ep(patch: pytest.MonkeyPatch) -> None:
-    from mcore_qwen3vl.training import optimizer
+    from mcore_qwen3vl.training import optimizer_state
 
     def forgetful(original: Any, state: dict[Any, Any], parts: int) -> dict[Any, Any]:
         regrouped: dict[Any, Any] = original(state, parts)
@@ -215,7 +215,7 @@ def experts_go_on_without_moments_under_another_ep(patch: pytest.MonkeyPatch) ->
             _forget_squares(regrouped)
         return regrouped
 
-    around(patch, optimizer, "regroup", forgetful)
+    around(patch, optimizer_state, "regroup", forgetful)
 
 
 @fault
@@ -370,15 +370,15 @@ def pictures_of_a_micro_batch_are_swapped(patch: pytest.MonkeyPatch) -> None:
 
 def _with_groups(patch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None]) -> None:
     """Change each group of the optimizer, when it is made."""
-    from mcore_qwen3vl.training import optimizer
+    from mcore_qwen3vl.training import optimizer_state
 
     def changed(original: Any, made: Any) -> None:
         original(made)
-        for part in optimizer.chained_optimizers(made):
+        for part in optimizer_state.chained_optimizers(made):
             for group in part.optimizer.param_groups:
                 change(group)
 
-    around(patch, optimizer, "start_momentum", changed)
+    around(patch, optimizer_state, "start_momentum", changed)
 
 
 @fault
@@ -393,14 +393,14 @@ def vectors_decay(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def nothing_is_clipped(patch: pytest.MonkeyPatch) -> None:
-    from mcore_qwen3vl.training import optimizer
+    from mcore_qwen3vl.training import optimizer_state
 
     def unclipped(original: Any, made: Any) -> None:
         original(made)
-        for part in optimizer.chained_optimizers(made):
+        for part in optimizer_state.chained_optimizers(made):
             part.config.clip_grad = 0.0
 
-    around(patch, optimizer, "start_momentum", unclipped)
+    around(patch, optimizer_state, "start_momentum", unclipped)
 
 
 @fault
