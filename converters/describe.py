@@ -69,7 +69,7 @@ class Inspection:
         parameters: parameter count by part of the model, without vocabulary padding.
         active_parameters: parameters used for one token (top-k experts), all parts.
         padded_vocab_size: rows of the embedding in a Megatron checkpoint; else None.
-        has_mtp: whether there are layers that predict a further token.
+        has_mtp: whether there are MTP layers.
     """
 
     path: str

@@ -122,7 +122,7 @@ class MegatronCheckpoint(ABC):
 
     @property
     def has_mtp(self) -> bool:
-        """Whether there are layers that predict a further token."""
+        """Whether there are MTP layers."""
         return any(key.startswith(MTP) for key in self.model_keys())
 
     def model_keys(self) -> set[str]:

@@ -177,7 +177,7 @@ class Architecture:
             those inside gated delta nets never are.
         shared_expert_intermediate_size: size of the expert that sees every token of a MoE layer,
             and whose output has a gate; 0: none.
-        mtp_num_hidden_layers: layers that predict a further token, if the files have them; the
+        mtp_num_hidden_layers: MTP layers, if the files have them; the
             model itself runs without.
     """
 
@@ -486,8 +486,8 @@ def _delta_net_architecture(text: dict[str, Any]) -> DeltaNetArchitecture:
 def _mtp_layer_count(text: dict[str, Any]) -> int:
     if text.get("mtp_use_dedicated_embeddings"):
         raise BadInput(
-            "text_config.mtp_use_dedicated_embeddings is true; layers that predict a further token "
-            "with an embedding of their own are not supported."
+            "text_config.mtp_use_dedicated_embeddings is true; MTP layers with an embedding of their "
+            "own are not supported."
         )
     if text.get("mtp_num_hidden_layers") is None:
         return 0

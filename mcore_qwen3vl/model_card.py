@@ -51,7 +51,7 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
         *("num_labels", "problem_type"),
     ),
     "what trains": ("freeze", "trainable"),
-    "further token": ("mtp_num_layers",),
+    "MTP": ("mtp_num_layers",),
     "length of the run": ("num_epochs", "train_iters", "train_samples"),
     "batch": ("global_batch_size", "step_batch_size_schedule"),
     "row length": ("seq_length",),

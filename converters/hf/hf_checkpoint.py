@@ -68,7 +68,7 @@ class HuggingFaceCheckpoint:
         split: the fused tensors among `entries` that the files hold expert by expert.
         headers: as `entries`, with these experts as they are stored.
         quantization: the ``quantization_config``, or None.
-        has_mtp: whether there are layers that predict a further token.
+        has_mtp: whether there are MTP layers.
 
     Raises:
         BadInput: there are no safetensors files; a file is cut short or not safetensors; the index

@@ -15,7 +15,7 @@ from mcore_qwen3vl.converters.mapping.table import MTP, table
 
 _PARTS = (
     ("visual.", "vision"),
-    (MTP, "further token"),
+    (MTP, "MTP"),
     ("layernorm.weight", "norms"),
     ("layer_norm_weight", "norms"),
     (".out_norm.", "norms"),

@@ -42,7 +42,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 LAYERS = "decoder.layers."
 """Prefix of the keys of all decoder layers."""
 MTP = "mtp."
-"""Prefix, on both sides, of the layers that predict a further token."""
+"""Prefix, on both sides, of the MTP layers."""
 PUBLISHED_IN_FLOAT32 = ("linear_attn.A_log", "linear_attn.norm.weight")
 """Ends of names of the tensors that Qwen3.5's checkpoints have in float32, beside bfloat16."""
 
@@ -206,7 +206,7 @@ def table(
         expert_layout: layout of the fused experts on the HF side; default: the one declared.
         padded_vocab_size: rows of the mcore embedding and output layer; default: not padded.
         head: the head on the HF side.
-        mtp: whether to include the layer that predicts a further token, if the config names one;
+        mtp: whether to include the MTP layer, if the config names one;
             a running model has it if it trains it.
 
     Raises:
@@ -401,7 +401,7 @@ _MTP_LAYER = f"{MTP}layers.0.transformer_layer."
 
 
 def _mtp_rows(a: Architecture, layout: ExpertLayout | None) -> Iterator[Row]:
-    """Yield the rows of the layer that predicts a further token, as Megatron's MTP block has them.
+    """Yield the rows of the MTP layer, as Megatron's MTP block has them.
 
     It joins the embedding of a token with the state of the one before. Source of HF's names:
     vLLM's ``Qwen3_5MultiTokenPredictor``, since transformers leaves these tensors out.

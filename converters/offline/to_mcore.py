@@ -362,11 +362,11 @@ def reading_notes(checkpoint: HuggingFaceCheckpoint, dtype: torch.dtype | None) 
 
 
 def mtp_notes(architecture: Architecture, has_mtp: bool, *, remedy: str = "") -> tuple[str, ...]:
-    """Return a note if a checkpoint lacks the layer that predicts a further token."""
+    """Return a note if a checkpoint lacks the MTP layer."""
     if has_mtp or not architecture.mtp_num_hidden_layers:
         return ()
     return (
-        "The checkpoint lacks the layer that predicts a further token (mtp.*), which its config "
+        "The checkpoint lacks the MTP layer (mtp.*), which its config "
         f"names, and so does the result: nothing decodes speculatively with it.{remedy}",
     )
 

@@ -45,8 +45,8 @@ def language[Amount: (float, np.ndarray)](
     """Return the FLOPs of the language model for one step.
 
     Padding is not among the tokens; `squared_lengths` is the sum over all samples. Gradients of
-    activations reach the first layer, whatever trains. With `mtp` a further token is predicted,
-    which takes a layer with attention and the head once more.
+    activations reach the first layer, whatever trains. With `mtp` the MTP layer trains, which
+    takes a layer with attention and the head once more.
     """
     parts = count_by_part(a)
     linears = (
@@ -57,9 +57,9 @@ def language[Amount: (float, np.ndarray)](
     # Scores and weighted values, each over half of the square.
     attentions = a.num_hidden_layers - sum(a.delta_net_layers) + mtp
     if mtp:
-        # The further layer's part has all of its experts, and a token uses a few.
+        # The MTP layer's part has all of its experts, and a token uses a few.
         idle = (parts["experts"] - count_active_expert_parameters(a)) // max(sum(a.moe_layers), 1)
-        linears += count_by_part(a, mtp=True)["further token"] - idle + parts["embedding"]
+        linears += count_by_part(a, mtp=True)["MTP"] - idle + parts["embedding"]
     core = attentions * a.num_attention_heads * a.head_dim * squared_lengths
     core += delta_rule_operations(a) * tokens
     passes = FORWARD_AND_BACKWARD - 1 + trained.language

@@ -245,9 +245,9 @@ class Qwen3VLModel(GPTModel):
             Before the last pipeline stage: hidden states (s_local, B, H), followed on the first
             axis by DeepStack features if later stages need them. On the last stage: logits
             (B, s, V / tp) or, with `labels`, float32 losses (B, s), where s = S / cp and the
-            positions are those of :meth:`local_tokens`. A model that predicts a further token has
-            (2, B, s) losses: of the next token, and of the one after it, which at the end of a row
-            or a packed sample means nothing.
+            positions are those of :meth:`local_tokens`. A model with MTP has (2, B, s)
+            losses: of the next token, and of the one after it, which at the end of a row or a
+            packed sample means nothing.
 
         Raises:
             BadInput: CP or SP does not divide a length, shapes do not agree, logits are gathered
@@ -406,8 +406,7 @@ class Qwen3VLModel(GPTModel):
         """Return hidden states (s_local, B, H) and the local DeepStack rows (K, n, H), if any.
 
         `following` has the next tokens' ids and where images' features go among them, if the model
-        predicts further tokens. The last of a row or a packed sample is another's first, which no
-        trained loss sees.
+        has MTP. The last of a row or a packed sample is another's first, which no trained loss sees.
         """
         embeddings = self.embedding(token_ids, None)
         rows = None if following is None else self.embedding(following[0], None)
@@ -436,7 +435,7 @@ class Qwen3VLModel(GPTModel):
         rotary_pos_emb: Tensor,
         **kwargs: Any,
     ) -> Tensor:
-        """Do what GPTModel does after the decoder, and predict the further token where it trains.
+        """Do what GPTModel does after the decoder, and compute MTP where it trains.
 
         Its loss is one more result, and no part of a gradient that Megatron would add on the side.
         """

@@ -104,7 +104,7 @@ def transformer_config(
     if (further := fields.get("mtp_num_layers")) not in (None, architecture.mtp_num_hidden_layers):
         raise BadInput(
             f"mtp_num_layers is {further}, and the model has {architecture.mtp_num_hidden_layers} "
-            "layers that predict a further token (text_config.mtp_num_hidden_layers)."
+            "MTP layers (text_config.mtp_num_hidden_layers)."
         )
     # It is set afterwards: a pipeline layout would have to name the layer, which is the head's.
     try:

@@ -376,8 +376,8 @@ def write_tiny_checkpoint(
     Args:
         tie: whether to tie the head to the embedding, so that no ``lm_head.weight`` is stored.
         text_only: whether to write the language model alone, without a vision tower.
-        family: ``qwen3.5`` has layers that predict a further token (``mtp.*``), and
-            `FLOAT32` weights in float32, as published.
+        family: ``qwen3.5`` has MTP layers (``mtp.*``), and `FLOAT32` weights in float32, as
+            published.
         layout: ``published`` writes experts and config as they are published, which for Qwen3-VL
             is as transformers 4.57 does; ``v5`` writes the output of ``save_pretrained`` in the
             installed transformers, which leaves ``mtp.*`` out and has Qwen3.5's experts one by one.
@@ -443,7 +443,7 @@ FLOAT32 = ("linear_attn.A_log", "linear_attn.norm.weight")
 
 
 def _make_mtp(layers: nn.ModuleList, config: Any, count: int) -> nn.Module:
-    """Return the layers that predict a further token, which transformers does not have.
+    """Return the MTP layers, which transformers does not have.
 
     They are layers of the model, all with attention. Source: vLLM's ``Qwen3_5MultiTokenPredictor``.
     """

@@ -82,12 +82,12 @@ def estimate_stages(
             while the other layers keep everything, as with ``none``.
         trained: None if everything trains.
         visual_share: share of the tokens that are image or video features.
-        mtp: whether the layer that predicts a further token trains.
+        mtp: whether the MTP layer trains.
     """
     counts = parameters.count(a, mtp=mtp)
-    if mtp and a.num_experts:  # EP divides the further layer's experts too
+    if mtp and a.num_experts:  # EP divides the MTP layer's experts too
         experts_of_layer = parameters.count_by_part(a)["experts"] // sum(a.moe_layers)
-        counts = counts - Counter({Group("further token", None, True): experts_of_layer})
+        counts = counts - Counter({Group("MTP", None, True): experts_of_layer})
         counts[Group("experts", None, True)] += experts_of_layer
     frozen, factors = (Counter[Group](), counts) if trained is None else (counts, trained)
     vision = any(group.part == "vision" for group in factors)
@@ -182,7 +182,7 @@ def _activations(
             if place > 0 or place == last:  # the next tokens' embeddings travel to the last
                 kept[chunk] += inputs
     if mtp and stage == layout.pp - 1:
-        inside = _further_token_activations(a, layout, tokens, cheap)
+        inside = _mtp_activations(a, layout, tokens, cheap)
         kept[-1] += 2 * inputs  # what the layer gets beside the embeddings, and what the head gets
         if recomputed_layers:
             recomputed = max(recomputed, inside)
@@ -232,10 +232,8 @@ def _layer_activations(
     return ACTIVATION * values
 
 
-def _further_token_activations(
-    a: Architecture, layout: Layout, tokens: float, cheap: bool
-) -> float:
-    """Return the bytes that predicting a further token keeps between its inputs and the head.
+def _mtp_activations(a: Architecture, layout: Layout, tokens: float, cheap: bool) -> float:
+    """Return the bytes that MTP keeps between its inputs and the head.
 
     The layer has attention. Before it, hidden states and embeddings side by side are the input of a
     linear layer. SP gathers them for that, in a buffer twice as large as other layers need, and its

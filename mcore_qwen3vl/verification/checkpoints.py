@@ -171,7 +171,7 @@ class Side:
 
     @property
     def leaves_mtp_out(self) -> bool:
-        """Whether it is a run's iteration, without layers for further tokens that the model has."""
+        """Whether it is a run's iteration, without MTP layers that the model has."""
         trained = isinstance(self.stored, MegatronCheckpoint) and isinstance(self._iteration, int)
         has = self.stored.has_mtp or not self.architecture.mtp_num_hidden_layers
         return trained and not has

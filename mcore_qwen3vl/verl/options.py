@@ -125,9 +125,7 @@ REFUSALS = (
     ),
     Refusal("engine.vanilla_mbridge", "no mbridge is used here: drop it."),
     Refusal("engine.dtype", "use bfloat16.", lambda v, _: v not in ("bfloat16", "float32")),
-    Refusal(
-        "model.mtp.enable", "this engine trains no layers that predict a further token: drop it."
-    ),
+    Refusal("model.mtp.enable", "this engine trains no MTP layers: drop it."),
     Refusal("model.lora_rank", "with Megatron the adapter's rank is model.lora.rank."),
     Refusal("model.lora_adapter_path", "with Megatron it is model.lora.adapter_path."),
     Refusal("model.use_liger", _FSDP),

@@ -260,7 +260,7 @@ FORMS = {
         "hybrid-moe-v5",
         rewritten(dict),
         {"split_experts": ["model.language_model."]},
-        "lacks the layer that predicts a further token",
+        "lacks the MTP layer",
         Qwen3_5MoeForConditionalGeneration,
     ),
     "Qwen3.5 MoE, experts one by one": FormCase(

@@ -76,7 +76,7 @@ def test_what_was_loaded_is_exported_bitwise(tiny, tmp_path, case, layout):
                 assert torch.equal(tensor, expected[name]), name
                 assert tensor.dtype == expected[name].dtype
                 seen[name] = tensor
-        # No model has the layer that predicts a further token; `save_hf` copies it.
+        # No model has the MTP layer; `save_hf` copies it.
         assert set(seen) == {name for name in expected if not name.startswith(MTP)}
         # Memory does not depend on the model's size: a bucket at most, or one larger tensor.
         padding = 16

@@ -70,7 +70,7 @@ def test_flops_of_a_hybrid_model(is_moe: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_moe", [False, True])
-def test_a_further_token_costs_a_layer_and_the_head(is_moe: bool) -> None:
+def test_mtp_costs_a_layer_and_the_head(is_moe: bool) -> None:
     a, tokens = Architecture.from_hf(tiny_config(family="qwen3.5", moe=is_moe)), 40
     h, heads = a.hidden_size, a.num_attention_heads * a.head_dim
     attention = h * (2 * heads + 2 * a.num_key_value_heads * a.head_dim) + heads * h

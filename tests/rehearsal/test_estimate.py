@@ -100,7 +100,7 @@ def test_it_is_a_table_and_what_does_not_divide_is_refused(
         ("qwen3.5_35b_a3b", "ep8xdp8", ()),
     ],
 )
-def test_what_predicting_a_further_token_takes(
+def test_what_mtp_takes(
     name: str, layout: str, more: tuple[str, ...], command: RunCommand, tmp_path: Path
 ) -> None:
     """The peak of every role grows as the estimate does, with eight layers of the real width."""

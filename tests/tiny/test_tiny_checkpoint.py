@@ -31,7 +31,7 @@ def test_loads_in_transformers_with_every_tensor_random(tmp_path, moe, tie, layo
 @pytest.mark.parametrize("moe", [False, True])
 @pytest.mark.parametrize("tie", [False, True])
 def test_qwen3_5_as_published(tmp_path, moe, tie):
-    """Transformers loads all but the layers that predict a further token, which it leaves out."""
+    """Transformers loads all but the MTP layers, which it leaves out."""
     path = write_tiny_checkpoint(
         tmp_path / "hf", family="qwen3.5", moe=moe, tie=tie, dtype="bfloat16"
     )

@@ -1,6 +1,6 @@
-"""A further token is predicted and trained as a plain loop does, under every layout.
+"""MTP is computed and trained as a plain loop does, under every layout.
 
-transformers has no such layer: the plain loop takes `FurtherToken`.
+transformers has no such layer: the plain loop takes `PlainMTP`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from mcore_qwen3vl.verification.curves import (
     worst_difference,
 )
 from tests.converters.checkpoints import assert_same_tensors
-from tests.training.further_token import FurtherToken
 from tests.training.log import numbers_of
 from tests.training.one_step import Plain, check_step, plain_model, step_job
+from tests.training.plain_mtp import PlainMTP
 from tests.turns import slow
 
 FACTOR = 0.4
@@ -87,7 +87,7 @@ def plain_step(job: Job) -> tuple[Plain, float]:
 
     processor = AutoProcessor.from_pretrained(job.checkpoint)
     model, named = plain_model(job)
-    further = FurtherToken(job.checkpoint, model)
+    further = PlainMTP(job.checkpoint, model)
     named |= {f"mtp.{name}": parameter for name, parameter in further.named_parameters()}
     seen: dict[str, Any] = {}
     text = further.text[0]

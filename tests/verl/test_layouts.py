@@ -177,7 +177,7 @@ def test_experts_are_handed_on_as_published(kind: str, case: Any, on_ranks: Any)
 def published_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Return what a rollout expects: the names and shapes of the published checkpoint.
 
-    The layers that predict a further token (``mtp.*``) are not trained, and stay as it loaded them.
+    The MTP layers (``mtp.*``) are not trained, and stay as it loaded them.
     """
     from safetensors import safe_open
 

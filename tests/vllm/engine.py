@@ -88,7 +88,7 @@ def answer(engine: Any, prompts: list[dict[str, Any]], adapter: Any) -> list[dic
 
 @contextmanager
 def drafts_of(engine: Any) -> Iterator[list[list[int]]]:
-    """Collect what the model's further layer drafts: after each step, some tokens a request."""
+    """Collect what the model's MTP layer drafts: after each step, some tokens a request."""
     executor, drafts = engine.llm_engine.model_executor, []
     take = executor.take_draft_token_ids
 

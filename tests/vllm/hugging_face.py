@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.config import without_gpu_kernels
 from tests.generation.cases import hugging_face_inputs
-from tests.training.further_token import FurtherToken
+from tests.training.plain_mtp import PlainMTP
 from tests.vllm.conftest import Prompt
 
 
@@ -37,7 +37,7 @@ class HuggingFace:
                 checkpoint, dtype=dtype, experts_implementation="eager"
             ).eval()
         self.processor = AutoProcessor.from_pretrained(checkpoint)
-        self.further = FurtherToken(checkpoint, self.model).to(dtype).eval()
+        self.further = PlainMTP(checkpoint, self.model).to(dtype).eval()
 
     @torch.no_grad()
     def after(self, prompt: Prompt, tokens: list[int]) -> Following:

@@ -73,7 +73,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
 
 
 def export(hf: Path, mcore: Path, layout: Layout, exported: Path) -> None:
-    """Load a converted checkpoint into a sharded model, with its further layer, and export it."""
+    """Load a converted checkpoint into a sharded model, with its MTP layer, and export it."""
     initialize(layout)
     chunks = build_chunks(Architecture.from_hf(hf), layout, mtp_num_layers=1)
     load_checkpoint(chunks, mcore)

@@ -207,7 +207,7 @@ def block_spec(
 def mtp_spec(
     config: TransformerConfig, spec: Spec, *, rotary_factor: float, keep_activations: bool
 ) -> MultiTokenPredictionBlockSubmodules:
-    """Return the layer that predicts a further token, which has attention.
+    """Return the MTP layer, which has attention.
 
     :func:`block_spec`, whose arguments these are, has been called before.
     """
@@ -222,14 +222,14 @@ def mtp_spec(
     parts = MultiTokenPredictionLayerSubmodules(
         enorm=Norm, hnorm=Norm, eh_proj=Linear, mtp_model_layer=layer, layer_norm=Norm
     )
-    return MultiTokenPredictionBlockSubmodules([ModuleSpec(FurtherTokenLayer, submodules=parts)])
+    return MultiTokenPredictionBlockSubmodules([ModuleSpec(MTPLayer, submodules=parts)])
 
 
 def _make_classes_of_mocks() -> None:
     """Replace two of Megatron's layers, if they are mocks, by classes without instances.
 
     They are mocks without Transformer Engine. Megatron's main branch asks isinstance of them when
-    it builds the layer that predicts a further token.
+    it builds the MTP layer.
     """
     for name in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear"):
         layer = getattr(inference_layers, name)
@@ -238,8 +238,8 @@ def _make_classes_of_mocks() -> None:
             setattr(inference_layers, name, type(name, (), {"__wrapped__": layer}))
 
 
-class FurtherTokenLayer(MultiTokenPredictionLayer):
-    """Megatron's layer that predicts a further token, which gets the next tokens' embeddings.
+class MTPLayer(MultiTokenPredictionLayer):
+    """Megatron's MTP layer, which gets the next tokens' embeddings.
 
     Megatron's own shifts token ids by one on each CP rank, with transfers, and waits for the device
     at each sample of a pack. It embeds them on its own pipeline stage, where there are no images.

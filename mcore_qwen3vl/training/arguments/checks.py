@@ -220,7 +220,7 @@ def _check_expert_overlap(parallel: ParallelSettings, compute: ComputeSettings) 
 
 
 def _check_mtp(settings: Settings, count: int) -> None:
-    """Refuse what the layer that predicts a further token, of which a model has `count`, cannot."""
+    """Refuse what the MTP layer, of which a model has `count`, cannot."""
     if settings.loop.mtp_num_layers is None:
         return
     if settings.loop.mtp_num_layers != count:
@@ -232,13 +232,13 @@ def _check_mtp(settings: Settings, count: int) -> None:
         )
     if not settings.loss.takes_mtp:
         raise BadInput(
-            f"--mtp-num-layers with {settings.loss.chosen_by}: a further token is predicted beside "
-            "a loss of single tokens, such as cross_entropy. Leave one of them out."
+            f"--mtp-num-layers with {settings.loss.chosen_by}: MTP has a loss of "
+            "its own beside a loss of single tokens, such as cross_entropy. Leave one of them out."
         )
     compute = settings.compute
     others = {
         "LoRA, whose adapters leave mtp.* as it is": settings.lora.trains_adapter,
-        "--overlap-moe-expert-parallel-comm, whose schedule leaves the further token out": (
+        "--overlap-moe-expert-parallel-comm, whose schedule leaves MTP out": (
             compute.overlap_moe_expert_parallel_comm
         ),
         "--defer-embedding-wgrad-compute, which pairs the inputs of a head that is used once with "

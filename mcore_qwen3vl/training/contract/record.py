@@ -33,6 +33,8 @@ OF_OPTIMIZER = (
 
 OF_VALIDATION = ("validation", "reading of records", "row length", "settings of the loss")
 """Rows on which the loss of a validation depends, but for the model."""
+_RENAMED = {"further token": "MTP"}
+"""Names that earlier versions gave to rows."""
 _OF_TRAINING = ("mixture", "packing")
 """Values of the reading of records that say how those of the training are read."""
 
@@ -73,7 +75,10 @@ class RunRecord:
             return None if state is None else cls(_rows_of_state(state))
         try:
             content = parse_json(file.read_text(encoding="utf-8"))
-            rows = {str(name): dict(values) for name, values in content["rows"].items()}
+            rows = {
+                _RENAMED.get(name, str(name)): dict(values)
+                for name, values in content["rows"].items()
+            }
             for row in ROWS:
                 row.require_comparable(rows.get(row.name, {}))
             base = content.get("base")

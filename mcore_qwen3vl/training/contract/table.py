@@ -466,8 +466,8 @@ def _state(facts: Facts) -> Values:
     return values
 
 
-def _further_token(facts: Facts) -> Values:
-    """Return the layers that predict a further token, which Megatron's own argument hides."""
+def _mtp(facts: Facts) -> Values:
+    """Return the MTP layers, which Megatron's own argument hides."""
     return {
         "mtp_num_layers": getattr(facts.args, "trained_mtp_layers", None),
         **_flags("mtp_loss_scaling_factor")(facts),
@@ -475,8 +475,8 @@ def _further_token(facts: Facts) -> Values:
 
 
 @dataclass(frozen=True)
-class _FurtherToken:
-    """Refuses to drop the layer that predicts a further token, unless nothing is written."""
+class _KeepMTP:
+    """Refuses to drop the MTP layer, unless nothing is written."""
 
     text = (
         "refused where the command leaves out the layer that the run trained, which its "
@@ -488,9 +488,7 @@ class _FurtherToken:
     ) -> Iterator[Notice]:
         layers = before.get("mtp_num_layers")
         if layers and not now.get("mtp_num_layers"):
-            text = (
-                f"{row}: the run trained mtp.*, the layer that predicts a further token, and this "
-            )
+            text = f"{row}: the run trained mtp.*, the MTP layer, and this "
             text += "command would drop it from its checkpoints and exports: add --mtp-num-layers "
             yield Notice(row, f"{text}{layers}.", refused=True)
         else:
@@ -665,10 +663,10 @@ ROWS: tuple[ContractRow, ...] = (
         words={"beside": say_beside},
     ),
     ContractRow(
-        "further token",
+        "MTP",
         ("mtp_num_layers", "mtp_loss_scaling_factor"),
-        _FurtherToken(),
-        _further_token,
+        _KeepMTP(),
+        _mtp,
     ),
     ContractRow("routing of experts", _ROUTING, AllowedChange(FROM_HERE)),
     ContractRow(

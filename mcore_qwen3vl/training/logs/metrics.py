@@ -92,7 +92,7 @@ class Metrics:
     Args:
         peak_tflops: peak of one device in the training dtype; if None it is looked up, and there is
             no MFU for an unknown device.
-        mtp: whether a further token is predicted.
+        mtp: whether the MTP layer trains.
     """
 
     def __init__(

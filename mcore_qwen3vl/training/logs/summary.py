@@ -249,8 +249,8 @@ def _writes_text(settings: Settings, a: Architecture) -> str:
         copies = a.mtp_num_hidden_layers and not (trains_adapter or trains_mtp)
         if copies and holder_of_mtp(model.folder, a) is None:
             writes[-1] += (
-                f" without mtp.*, the layer that predicts a further token, of which {model.folder} "
-                "has no weights: name a checkpoint that has them in --hf-model"
+                f" without mtp.*, the MTP layer, of which {model.folder} has no weights: name a "
+                "checkpoint that has them in --hf-model"
             )
     budgets = [
         f"--{name.replace('_', '-')} {value:g}"

@@ -166,7 +166,7 @@ def test_fp8_is_imported_as_what_it_means(sources: Sources, tmp_path: Path, kind
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_fp8_of_qwen3_5_is_imported_as_what_it_means(tmp_path: Path, apart: bool) -> None:
-    """Parts of a tensor begin inside blocks; experts of the further layer are quantised too."""
+    """Parts of a tensor begin inside blocks; experts of the MTP layer are quantised too."""
     text = LARGE["text"] | {"num_hidden_layers": 4, "shared_expert_intermediate_size": 150}
     source = tmp_path / "hf"
     write_tiny_checkpoint(source, family="qwen3.5", moe=True, dtype="bfloat16", text=text)

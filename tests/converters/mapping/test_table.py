@@ -75,7 +75,7 @@ def test_the_further_layer_has_the_keys_of_megatrons_mtp_block() -> None:
 
 
 def test_published_tensors_of_qwen3_5_are_all_named() -> None:
-    """27B has 851 tensors of the language model with the head, and 15 of the further layer."""
+    """27B has 851 tensors of the language model with the head, and 15 of the MTP layer."""
     a = Architecture.from_hf(PUBLISHED / "qwen3.5_27b.json")
     names = hf_shapes(table(a, mtp=True)).keys()
     assert sum(not name.startswith(("model.visual.", "mtp.")) for name in names) == 851

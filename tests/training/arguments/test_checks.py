@@ -147,7 +147,7 @@ EXPERTS = ("--recompute-granularity", "selective", "--recompute-modules", "moe")
         ("moe", 1, ("--cpu", "--moe-routing-trace-path", "x"), "trace-path with --cpu: Megatron's"),
         ("moe", 1, ("--moe-router-padding-for-fp8",), "padding-for-fp8 pads .* add --fp8-format"),
         ("moe", 1, ("--moe-router-padding-for-quantization",), "or leave it out"),
-        # Further tokens.
+        # MTP.
         ("dense", 2, MTP, "--mtp-num-layers 1: the model has no such layer .* Leave the flag out"),
         ("hybrid", 2, (*MTP[:1], "2"), "--mtp-num-layers 2: the model has 1 .* set it to 1"),
         ("hybrid", 2, (*MTP, "--loss", "orpo"), "--mtp-num-layers with --loss orpo"),
@@ -183,7 +183,7 @@ def test_flags_that_fit_the_model_and_its_layout(dense: Path, moe: Path) -> None
     assert flex.args.moe_token_dispatcher_type == "flex"
 
 
-def test_a_further_token_is_trained_with_positions_of_three_axes(hybrid: Path) -> None:
+def test_mtp_is_trained_with_positions_of_three_axes(hybrid: Path) -> None:
     """Megatron's own check refuses them."""
     made = parsed(hybrid, *MTP)
     assert made.settings.loop.mtp_num_layers == made.args.trained_mtp_layers == 1

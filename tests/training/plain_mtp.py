@@ -1,4 +1,4 @@
-"""The layer that predicts a further token, of the parts of transformers, which has no such layer.
+"""The MTP layer, of the parts of transformers, which has no such layer.
 
 The embedding of the next token and the hidden state, each normed, go side by side through a linear
 layer, then a decoder layer with attention, a norm and the model's head. Source: vLLM's
@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 
-class FurtherToken(nn.Module):
+class PlainMTP(nn.Module):
     """The layer of `checkpoint`, beside transformers' `model`."""
 
     def __init__(self, checkpoint: Path, model: Any) -> None:
