@@ -486,8 +486,8 @@ def _delta_net_architecture(text: dict[str, Any]) -> DeltaNetArchitecture:
 def _mtp_layer_count(text: dict[str, Any]) -> int:
     if text.get("mtp_use_dedicated_embeddings"):
         raise BadInput(
-            "text_config.mtp_use_dedicated_embeddings is true; MTP layers with an embedding of their "
-            "own are not supported."
+            "text_config.mtp_use_dedicated_embeddings is true; MTP layers with an embedding of "
+            "their own are not supported."
         )
     if text.get("mtp_num_hidden_layers") is None:
         return 0

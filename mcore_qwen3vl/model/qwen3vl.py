@@ -406,7 +406,8 @@ class Qwen3VLModel(GPTModel):
         """Return hidden states (s_local, B, H) and the local DeepStack rows (K, n, H), if any.
 
         `following` has the next tokens' ids and where images' features go among them, if the model
-        has MTP. The last of a row or a packed sample is another's first, which no trained loss sees.
+        has MTP. The last of a row or a packed sample is another's first, which no trained loss
+        sees.
         """
         embeddings = self.embedding(token_ids, None)
         rows = None if following is None else self.embedding(following[0], None)

@@ -382,8 +382,8 @@ COMMON = {
     "--expert-model-parallel-size N": "EP: ranks among which the experts are divided",
     "--use-distributed-optimizer": "divide the optimizer's state among the data-parallel ranks",
     "--recompute-granularity WHAT": "full or selective recomputation: less memory, more compute",
-    "--mtp-num-layers N": "train the MTP layer (mtp.*), of which Qwen3.5 has 1; default: exports copy "
-    "it as it is",
+    "--mtp-num-layers N": "train the MTP layer (mtp.*), of which Qwen3.5 has 1; default: exports "
+    "copy it as it is",
     "--mtp-loss-scaling-factor X": "with --mtp-num-layers: weight of its loss; default: 0.1",
     "--bf16": "compute in bfloat16; the default on GPUs",
     "--spec NAME": "te: Transformer Engine, the default on GPUs; torch: without it",

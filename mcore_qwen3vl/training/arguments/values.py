@@ -61,6 +61,9 @@ _BELOW_ONE = (
 _POSITIVE = ("video_fps", "moe_input_jitter_eps", "lora_alpha")
 _SHARES = ("activation_offload_fraction", "optimizer_offload_fraction")
 
+_MOST_SEED = 2**32 - 2**16
+"""Numpy takes seeds below 2**32, and pipeline stages add to theirs."""
+
 _Rule = tuple[Callable[[Any], bool], str]
 _RULES: dict[str, _Rule] = {  # of a number that is none, no comparison holds
     **dict.fromkeys((*_INTERVALS, *_SIZES), (lambda value: value >= 1, "at least 1")),
@@ -68,6 +71,7 @@ _RULES: dict[str, _Rule] = {  # of a number that is none, no comparison holds
     **dict.fromkeys(_BELOW_ONE, (lambda value: 0 <= value < 1, "at least 0 and below 1")),
     **dict.fromkeys(_SHARES, (lambda value: 0 <= value <= 1, "from 0 to 1")),
     **dict.fromkeys(_POSITIVE, (lambda value: value > 0, "above 0")),
+    "seed": (lambda value: 1 <= value <= _MOST_SEED, f"from 1 to {_MOST_SEED}"),
 }
 
 _REFUSED: dict[tuple[str, str], str] = {

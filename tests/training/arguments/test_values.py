@@ -45,6 +45,8 @@ def check(flags: dict[str, str], *, spec: str = "torch", cpu: bool = True, **giv
         ({"moe_input_jitter_eps": 0.0}, "--moe-input-jitter-eps is 0.0; it is above 0"),
         ({"override_ckpt_iteration": 0}, "--override-ckpt-iteration: it counts Megatron's own"),
         ({"lora_alpha": 0.0}, "--lora-alpha is 0.0; it is above 0"),
+        ({"seed": 0}, "--seed is 0; it is from 1 to 4294901760"),
+        ({"seed": 2**32}, "--seed is 4294967296; it is from 1 to 4294901760"),
         ({"exit_signal": signal.SIGKILL}, "--exit-signal SIGKILL: no process can catch it"),
         ({"rerun_mode": "report_stats"}, "--rerun-mode report_stats: Megatron does not know"),
         ({"non_persistent_save_interval": 3}, "add --non-persistent-ckpt-type global"),
