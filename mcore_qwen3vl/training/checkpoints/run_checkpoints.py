@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from megatron.core.utils import unwrap_model
@@ -41,9 +41,13 @@ from mcore_qwen3vl.files import read_object_or_empty, write_at_once
 from mcore_qwen3vl.training.arguments.run import RunSettings
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.checkpoints import data_state, resume
+from mcore_qwen3vl.training.contract.resuming import Contract
+from mcore_qwen3vl.training.data_provider import DataProvider
 from mcore_qwen3vl.training.folders import claim_folders, find_disk_error
-from mcore_qwen3vl.training.logs.terminal import loss_name
-from mcore_qwen3vl.training.lora import check_checkpoint
+from mcore_qwen3vl.training.hooks import NormCheck
+from mcore_qwen3vl.training.logs.metrics import Metrics
+from mcore_qwen3vl.training.logs.terminal import RunProgress, loss_name
+from mcore_qwen3vl.training.lora import LoraRun, check_checkpoint
 from mcore_qwen3vl.training.optimizer_state import check_state_of_weights
 
 _OF_DISKS = frozenset(
@@ -55,12 +59,26 @@ BEST = "best"
 _PROBE = 2**20  # bytes to write for the error, which Megatron's writers do not pass on
 
 
+class CheckpointedRun(Protocol):
+    """What checkpoints take of a run; :class:`.run.Run` is one, and its module imports this one."""
+
+    settings: Settings
+    args: argparse.Namespace
+    contract: Contract
+    data: DataProvider
+    lora: LoraRun | None
+    metrics: Metrics
+    norms: NormCheck
+    other: resume.OtherMaker | None
+    progress: RunProgress
+
+
 class RunCheckpoints:
     """Wrappers of the functions with which Megatron's loop loads and saves."""
 
-    def __init__(self, run: Any) -> None:
-        self._run = run  # a `training.run.Run`, which imports this module
-        self._settings: Settings = run.settings
+    def __init__(self, run: CheckpointedRun) -> None:
+        self._run = run
+        self._settings = run.settings
         self._save, self._exports_to = run.settings.checkpoints.save, run.settings.model.save_hf
         self.validations = Validations(run.settings)
         self._trained: tuple[Any, Any] = ([], None)  # the model and its optimizer
@@ -259,7 +277,7 @@ class RunCheckpoints:
             base=record.base,
             config=model.folder,
             head=head_of(self._settings.labels),
-            training=model_card.Training(record.rows, iteration, lora and lora.config),
+            training=model_card.Training(record.rows, iteration, lora.config if lora else None),
             quotes=self._quotes,
         )
         return {model_card.FILE: card}
