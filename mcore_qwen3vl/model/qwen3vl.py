@@ -56,6 +56,7 @@ from mcore_qwen3vl.model.inputs import (
     to_device,
 )
 from mcore_qwen3vl.model.lora_modules import AdapterModule
+from mcore_qwen3vl.model.patches import patch_libraries
 from mcore_qwen3vl.model.schedule_plan import SchedulePlan
 from mcore_qwen3vl.model.transformer_config import Spec, layers_of_chunk, transformer_config
 from mcore_qwen3vl.model.vision import VisionTower
@@ -115,6 +116,7 @@ class Qwen3VLModel(GPTModel):
     ) -> None:
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         deepstack_layers = len(architecture.vision.deepstack_visual_indexes)
+        patch_libraries(config, spec)
         # Megatron's model would embed the next tokens in a copy of the embedding on the last stage,
         # and hold all logits at once.
         of_mtp = copy(config)

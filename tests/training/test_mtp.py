@@ -22,7 +22,7 @@ from torch import nn
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import mcore_to_hf
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.decoder.layer import mtp_spec
+from mcore_qwen3vl.model.patches import patch_libraries
 from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.verification.curves import (
@@ -181,7 +181,7 @@ def test_a_pipeline_layout_does_not_name_the_layer(hybrid: Path) -> None:
 def test_megatrons_next_version_can_ask_for_layers_of_inference(hybrid: Path) -> None:
     """It asks isinstance of them, and without Transformer Engine they are mocks."""
     config = transformer_config(Architecture.from_hf(hybrid), mtp_num_layers=1)
-    mtp_spec(config, "torch", rotary_factor=1.0, keep_activations=True)
+    patch_libraries(config, "torch")
     assert not isinstance(nn.Linear(1, 1), inference_layers.InferenceColumnParallelLinear)
     assert not isinstance(nn.Linear(1, 1), inference_layers.InferenceLayerNormColumnParallelLinear)
 

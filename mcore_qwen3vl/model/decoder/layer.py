@@ -18,7 +18,6 @@ Megatron-Core's own spec and change what Qwen3-VL needs: rotary positions, DeepS
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,11 +29,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
-from megatron.core.tensor_parallel import inference_layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
     MultiTokenPredictionLayer,
@@ -47,16 +44,14 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
-from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.memory_labels import label_module, memory_label
 from mcore_qwen3vl.model.decoder.attention import RotarySelfAttention, TorchAttention
 from mcore_qwen3vl.model.decoder.delta_net import DeltaNet
-from mcore_qwen3vl.model.decoder.experts import GroupedExperts, indices_to_multihot
+from mcore_qwen3vl.model.decoder.experts import GroupedExperts
 from mcore_qwen3vl.model.decoder.mlp import GatedMLP
 from mcore_qwen3vl.model.decoder.norm import RMSNorm, StandaloneRMSNorm
 from mcore_qwen3vl.model.decoder.router import BalancedRouter
-from mcore_qwen3vl.model.kernels import accumulate_in_products
-from mcore_qwen3vl.model.recompute import recomputing, remember_fused_norms, remember_outputs_of
+from mcore_qwen3vl.model.recompute import recomputing, remember_outputs_of
 from mcore_qwen3vl.model.transformer_config import Spec, layers_of_chunk
 
 label_module(__file__, "residual stream")
@@ -180,21 +175,13 @@ def block_spec(
     The config says of each layer whether it is dense or MoE (``moe_layer_freq``), and whether it is
     attention or a gated delta net (``linear_attention_freq``). The other arguments are those of
     :class:`mcore_qwen3vl.model.qwen3vl.Qwen3VLModel`; the number of layers, counted from the first,
-    that add visual features; and the factor of :func:`.rotary_factor`.
-
-    Raises:
-        BadInput: the spec is ``te``, and Transformer Engine is not installed.
+    that add visual features; and the factor of :func:`.rotary_factor`. The layers work once
+    :func:`.patches.patch_libraries` has been called.
     """
     if spec == "te":
-        _prepare_transformer_engine()
-        remember_fused_norms()
         from megatron.core.extensions.transformer_engine import TENorm as Norm
     else:
         Norm = StandaloneRMSNorm
-    if config.num_moe_experts is not None:
-        token_dispatcher._DeepepManager._indices_to_multihot = indices_to_multihot
-    if config.gradient_accumulation_fusion:
-        accumulate_in_products()
     of_layers = [_kind_of_layer(config, number) for number in range(config.num_layers)]
     params = {"deepstack_layers": deepstack_layers, "recomputes": not keep_activations}
     kinds = {kind: _layer(config, spec, kind, rotary_factor, params) for kind in set(of_layers)}
@@ -209,33 +196,19 @@ def mtp_spec(
 ) -> MultiTokenPredictionBlockSubmodules:
     """Return the MTP layer, which has attention.
 
-    :func:`block_spec`, whose arguments these are, has been called before.
+    The arguments are those of :func:`block_spec`.
     """
     if spec == "te":
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear as Linear
         from megatron.core.extensions.transformer_engine import TENorm as Norm
     else:
         Linear, Norm = ColumnParallelLinear, StandaloneRMSNorm
-    _make_classes_of_mocks()
     kind = _Kind(moe=config.num_moe_experts is not None, delta_net=False)
     layer = _layer(config, spec, kind, rotary_factor, {"recomputes": not keep_activations})
     parts = MultiTokenPredictionLayerSubmodules(
         enorm=Norm, hnorm=Norm, eh_proj=Linear, mtp_model_layer=layer, layer_norm=Norm
     )
     return MultiTokenPredictionBlockSubmodules([ModuleSpec(MTPLayer, submodules=parts)])
-
-
-def _make_classes_of_mocks() -> None:
-    """Replace two of Megatron's layers, if they are mocks, by classes without instances.
-
-    They are mocks without Transformer Engine. Megatron's main branch asks isinstance of them when
-    it builds the MTP layer.
-    """
-    for name in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear"):
-        layer = getattr(inference_layers, name)
-        if not isinstance(layer, type):
-            # What was wrapped still gives its signature to whoever compares Megatron's versions.
-            setattr(inference_layers, name, type(name, (), {"__wrapped__": layer}))
 
 
 class MTPLayer(MultiTokenPredictionLayer):
@@ -312,24 +285,6 @@ def _torch_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
         # layers keep it apart, and a checkpoint must fit both.
         del parts.sharded_state_dict_keys_map["pre_mlp_layernorm."]
     return layer
-
-
-def _prepare_transformer_engine() -> None:
-    """Set its environment variables, unless they are set; raise BadInput if it is missing."""
-    # Transformer Engine limits the tensors of a call over all parameters by this size. Its default
-    # of 20 MiB is too small for the adapters of all experts. It reads the size at the first tensor.
-    os.environ.setdefault("NVTE_TENSOR_HANDLE_POOL_SIZE_MB", "200")
-    # On Hopper one CUTLASS kernel then multiplies all experts of a rank in bf16. Otherwise each
-    # expert is a launch, and with 128 of them the step takes twice as long
-    # (docs/measurements/h200.md).
-    os.environ.setdefault("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
-    from megatron.core.extensions.transformer_engine import HAVE_TE
-
-    if not HAVE_TE:
-        raise BadInput(
-            "The te spec needs Transformer Engine and a GPU: install mcore-qwen3vl[te] (or use a "
-            "container that has it), or choose the torch spec, which also runs on the CPU."
-        )
 
 
 class _Kind(NamedTuple):
