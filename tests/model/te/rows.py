@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,11 @@ def with_te(row: MatrixRow) -> MatrixRow:
     )
 
 
+def rows_with_te(rows: Iterable[MatrixRow]) -> Iterator[MatrixRow]:
+    """Yield the rows that Transformer Engine can compute, which are not those in float64."""
+    return (with_te(row) for row in rows if row.options.get("dtype") != "fp64")
+
+
 def _own(model: str, layout: str, *batches: str, note: str, **config: Any) -> MatrixRow:
     return with_te(MatrixRow(model, layout, batches, {"config": config}, note))
 
@@ -37,8 +43,7 @@ TORCH_ROWS = tuple(
 )
 """The torch spec with Transformer Engine's permutation, which is the dispatcher's in both specs."""
 ROWS = (
-    # Transformer Engine computes nothing in float64.
-    *(with_te(row) for row in MATRIX if row.options.get("dtype") != "fp64"),
+    *rows_with_te(MATRIX),
     _own("moe", "ep2xdp2", "mixed", note="unfused permutation", moe_permute_fusion=False),
     *(
         _own("dense", layout, "mixed", "packed", note=f"CP by {way}", cp_comm_type=way)
@@ -46,4 +51,4 @@ ROWS = (
         for way in ("a2a", "all_gather")
     ),
 )
-LORA_ROWS = tuple(map(with_te, LORA_MATRIX))
+LORA_ROWS = tuple(rows_with_te(LORA_MATRIX))
