@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,32 +94,40 @@ _NUDGES = (1 - 1e-6, 1 + 1e-6, 1 - 1e-5, 1 + 1e-5)
 """Factors of a learning rate that move weights by what rounding moves them, and a little more."""
 
 
-def nudges(case: Case) -> Iterator[float]:
-    """Yield 1 and, for a model with experts, factors of its learning rate that are nearly 1.
+def compare_nudged(
+    case: Case,
+    limits: Mapping[str, float],
+    compare_at: Callable[[float, Mapping[str, float]], str | None],
+) -> str | None:
+    """Return where a run differs from a reference; nothing if they agree.
 
-    A run agrees with another if it agrees with it under one of these rates: then their difference
-    is :data:`NEAR_EQUAL_EXPERTS`, since so small a factor changes nothing else beyond the limits.
+    With experts, they agree if the reference does so under one of four learning rates that are
+    nearly its own: then their difference is :data:`NEAR_EQUAL_EXPERTS`, since so small a factor
+    changes nothing else beyond the limits.
+
+    Args:
+        case: that of the reference.
+        compare_at: compares with the reference, whose learning rate is multiplied by the factor,
+            within limits; None if it does not know the case.
     """
-    yield 1.0
-    if case.is_moe:
-        yield from _NUDGES
+    found = compare_at(1.0, limits)
+    if not found or not case.is_moe:
+        return found
+    for factor in _NUDGES:
+        if compare_at(factor, {**limits, "rate": 2 * abs(factor - 1)}) == "":
+            return ""
+    return found
 
 
 def compare(
     outcome: Outcome, other: Case, bench: Bench, limits: Mapping[str, float], name: str
 ) -> str:
     """Return where a run differs from that of another case; nothing if they agree."""
-    found = ""
-    for factor in nudges(other):
-        rate = ("--lr", repr(float(other.value("--lr")) * factor))
-        nudged = (
-            other if factor == 1 else replace(other, flags=(*other.without("--lr").flags, rate))
-        )
-        text = differences(outcome, bench.run(nudged), at(limits, factor), name)
-        if not text:
-            return ""
-        found = found or text
-    return found
+
+    def compare_at(factor: float, limits: Mapping[str, float]) -> str:
+        return differences(outcome, bench.run(_nudged(other, factor)), limits, name)
+
+    return compare_nudged(other, limits, compare_at) or ""
 
 
 def _nudged(case: Case, factor: float) -> Case:
@@ -127,11 +135,6 @@ def _nudged(case: Case, factor: float) -> Case:
         return case
     rate = ("--lr", repr(float(case.value("--lr")) * factor))
     return replace(case, flags=(*case.without("--lr").flags, rate))
-
-
-def at(limits: Mapping[str, float], factor: float) -> Mapping[str, float]:
-    """Return the limits of a comparison with a run whose learning rate was nudged by a factor."""
-    return limits if factor == 1 else {**limits, "rate": 2 * abs(factor - 1)}
 
 
 def same_result(one: Outcome, other: Outcome) -> bool:
@@ -155,7 +158,7 @@ def agree(a: Any, b: Any, limit: float, least: float = 1e-3) -> bool:
         return bool(a == b)
     if not (math.isfinite(a) and math.isfinite(b)):
         return False
-    return abs(a - b) <= limit * max(abs(a), abs(b), 1e-3)
+    return abs(a - b) <= limit * max(abs(a), abs(b), least)
 
 
 def end_of(outcome: Outcome) -> str:

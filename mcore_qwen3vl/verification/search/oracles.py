@@ -28,8 +28,8 @@ from mcore_qwen3vl.verification.search.comparing import (
     TOKEN_LOSSES,
     ByDesign,
     agree,
-    at,
     compare,
+    compare_nudged,
     compute_plainly,
     cuts_records,
     differences,
@@ -39,7 +39,6 @@ from mcore_qwen3vl.verification.search.comparing import (
     last_line,
     limits_again,
     limits_of,
-    nudges,
 )
 from mcore_qwen3vl.verification.search.exports import (
     MTP_IS_COPIED,
@@ -313,17 +312,13 @@ def plain_loop(case: Case, outcome: Outcome, bench: Bench) -> str | None:
                 next(sequences)  # the others of a record have its name, too
     if not all(steps):
         return None  # a step without a record that can be used
-    found = ""
-    for factor in nudges(case):
+
+    def compare_at(factor: float, limits: Mapping[str, float]) -> str | None:
         nudged = replace(recipe, lr=recipe.lr * factor)
         theirs = compute_plainly(bench, plain.train, outcome.model, steps, outcome.media, nudged)
-        if theirs is None:
-            return None
-        text = _unlike_plain(outcome, theirs, recipe.loss, at(limits_of(case), factor))
-        if not text:
-            return ""
-        found = found or text
-    return found
+        return None if theirs is None else _unlike_plain(outcome, theirs, recipe.loss, limits)
+
+    return compare_nudged(case, limits_of(case), compare_at)
 
 
 def _unlike_plain(

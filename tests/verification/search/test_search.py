@@ -402,6 +402,24 @@ def test_a_run_that_took_an_expert_of_nearly_the_same_score_agrees(
     assert bool(text) == bool(finding)
 
 
+@pytest.mark.parametrize(("name", "agrees"), [("rewards margin", True), ("lm loss", False)])
+def test_a_small_reward_is_compared_by_the_size_of_the_log_probabilities(
+    name: str, agrees: bool, tmp_path: Path
+) -> None:
+    """A margin may be 0.03 apart in bf16, also where it is 0.02; a loss may not."""
+
+    def outcome_of(value: float) -> Outcome:
+        log: dict[str, Any] = {"iteration": 1, "dpo loss": 0.7}
+        validation = {"iteration": 1, f"validation {name}": value}
+        ran = Ran(0, log=[log], validations=[validation])
+        return Outcome([ran], tmp_path, tmp_path, tmp_path)
+
+    text = comparing.differences(
+        outcome_of(0.02), outcome_of(0.05), comparing.HALF_OF_SUMS, "one rank"
+    )
+    assert (text == "") == agrees, text
+
+
 def test_a_process_that_breaks_does_not_end_a_search_as_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
