@@ -72,6 +72,7 @@ ORDER = (
     "training.arguments.schedule",
     "training.arguments.run",
     "training.arguments.lora",
+    "training.gradient_shards",
     "training.forward_step",
     "losses",
     "inference",

@@ -22,6 +22,7 @@ from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.decoder.attention import PackedSequence
 from mcore_qwen3vl.model.inputs import to_device
+from mcore_qwen3vl.training.gradient_shards import scale_gradients
 
 label_module(__file__, "logits and loss")
 
@@ -193,7 +194,7 @@ class ForwardStep:
         # If no token is trained, the gradients are zero and must stay zero.
         scale = torch.where(normaliser > 0, 1 / normaliser, 0.0).float()
         for chunk in model:
-            chunk.scale_gradients(scale)
+            scale_gradients(chunk, scale)
 
 
 def _packed_sequence(batch: Batch) -> PackedSequence | None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.freeze import PARTS, part_of
 from mcore_qwen3vl.training.arguments.run import RunSettings
+from mcore_qwen3vl.training.gradient_shards import shard_of_rank
 
 label_module(__file__, "optimizer, temporary")
 
@@ -97,12 +98,12 @@ def part_grad_norms(model: list[Any]) -> dict[str, Tensor]:
 def _add_squares(squares: Tensor, buffer: Any, parts: dict[nn.Parameter, Any], chunk: Any) -> None:
     """Add this rank's share: its shard of each bucket, or, unsharded, all on the first DP rank."""
     sharded = chunk.ddp_config.use_distributed_optimizer
-    group = buffer.data_parallel_group
-    if not sharded and group.rank() != 0:
+    if not sharded and buffer.data_parallel_group.rank() != 0:
         return
     for bucket in buffer.buckets:
-        size = bucket.grad_data.numel() // (group.size() if sharded else 1)
-        first = group.rank() * size if sharded else 0
+        size, first = bucket.grad_data.numel(), 0
+        if sharded:
+            size, first = shard_of_rank(bucket, buffer)
         for parameter in bucket.params:
             if not _is_counted(parameter):
                 continue
