@@ -27,7 +27,7 @@ rank holds, with exactly the keys that its queries may see. An S x S mask is bui
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from inspect import signature
 from itertools import pairwise
 from typing import Any
@@ -53,6 +53,8 @@ from mcore_qwen3vl.model.kernels import Pointwise
 from mcore_qwen3vl.model.recompute import compute_keeping_inputs, recipe_of, remember
 
 label_module(__file__, "attention")
+
+_KERNEL_TAKES_GROUPS = "enable_gqa" in signature(varlen_attn).parameters  # since torch 2.12
 
 
 def rope_frequencies(
@@ -273,11 +275,13 @@ class Segments:
     query_lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]
     key_rows: Tensor | None  # (sum of key_lengths,) rows of the gathered keys; None: all, in order
+    device: torch.device
 
-    def cu_seqlens(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return cumulative query and key lengths, (segments + 1,) int32 each."""
+    @cached_property  # all layers of a micro-batch have these segments
+    def cu_seqlens(self) -> tuple[Tensor, Tensor]:
+        """Cumulative query and key lengths, (segments + 1,) int32 each, on the device."""
         bounds = torch.tensor([self.query_lengths, self.key_lengths]).cumsum(1)
-        queries, keys = to_device(F.pad(bounds, (1, 0)).int(), device)
+        queries, keys = to_device(F.pad(bounds, (1, 0)).int(), self.device)
         return queries, keys
 
 
@@ -293,7 +297,7 @@ def causal_segments(
     samples = [(start, stop) for start, stop in pairwise(bounds) if stop > start]
     if cp_size == 1:
         lengths = tuple(stop - start for start, stop in samples)
-        return Segments(lengths, lengths, None)
+        return Segments(lengths, lengths, None, device)
     query_lengths, key_lengths, keys = [], [], []
     for start, stop in samples:
         chunk = (stop - start) // (2 * cp_size)
@@ -303,7 +307,7 @@ def causal_segments(
             keys.append(torch.arange(start, start + key_lengths[-1]))
     # `argsort` gives, for each position, its row among the gathered keys.
     rows = gathered_positions(bounds, cp_size).argsort()[torch.cat(keys)]
-    return Segments(tuple(query_lengths), tuple(key_lengths), to_device(rows, device))
+    return Segments(tuple(query_lengths), tuple(key_lengths), to_device(rows, device), device)
 
 
 def gathered_positions(bounds: tuple[int, ...], cp_size: int) -> Tensor:
@@ -412,9 +416,9 @@ class TorchAttention(MegatronModule):
         self, query: Tensor, key: Tensor, value: Tensor, segments: Segments
     ) -> Tensor:
         """Return (t, heads, D), computing all segments in one kernel."""
-        cu_seq_q, cu_seq_k = segments.cu_seqlens(query.device)
+        cu_seq_q, cu_seq_k = segments.cu_seqlens
         grouped: dict[str, Any] = {"enable_gqa": True}
-        if "enable_gqa" not in signature(varlen_attn).parameters:  # before torch 2.12
+        if not _KERNEL_TAKES_GROUPS:
             grouped, groups = {}, query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         output = varlen_attn(
