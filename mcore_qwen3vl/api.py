@@ -310,7 +310,7 @@ def reduce_gradients(model: nn.Module, num_tokens: Tensor | float) -> None:
 
     from megatron.core.distributed import finalize_model_grads
 
-    from mcore_qwen3vl.model.qwen3vl import WithoutDDP
+    from mcore_qwen3vl.model.without_ddp import WithoutDDP
 
     # A copy, because Megatron reduces in place; float64 holds any count exactly.
     device = next(chunk.parameters()).device

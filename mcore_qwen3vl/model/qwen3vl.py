@@ -24,9 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -64,9 +62,10 @@ from mcore_qwen3vl.model.vision import VisionTower
 label_module(__file__, "model, other")
 
 Embed = Callable[[], tuple[Tensor | None, Tensor | None]]
-"""Computes a chunk's inputs: hidden states (s_local, B, H), or None after the first stage; and
-DeepStack features (k, n, H) of this chunk and later ones, or None. A model with MTP has no
-DeepStack: there it returns the embeddings of the next tokens, with images' features, as one tensor
+"""Computes a chunk's inputs: hidden states (s_local, B, H), or None after the first stage; and the
+carried rows, which travel beside them to the layers and stages that need them, or None. They are
+the DeepStack features (k, n, H) of this chunk and later ones. A model with MTP has no DeepStack:
+its carried rows are the embeddings of the next tokens, fused with images' features,
 (1, s_local * B, H)."""
 
 
@@ -160,13 +159,14 @@ class Qwen3VLModel(GPTModel):
         self.rotary_pos_emb = InterleavedMRoPE(architecture)
         # An empty range has a place too: a chunk without layers lies between its neighbours.
         layers = layers_of_chunk(config, vp_stage, groups.pp.rank())
-        # Number of DeepStack layers from this chunk on, and after it; or the next tokens.
-        self._deepstack_in = int(has_mtp) or max(deepstack_layers - layers.start, 0)
+        # The carried rows are those of the DeepStack layers from this chunk on, and after it; with
+        # MTP they are one set, the next tokens' embeddings.
+        self._carried_in = int(has_mtp) or max(deepstack_layers - layers.start, 0)
         after = int(has_mtp) or max(deepstack_layers - layers.stop, 0)
-        self._deepstack_out = 0 if post_process else after
-        if self._deepstack_out and not config.variable_seq_lengths:
+        self._carried_out = 0 if post_process else after
+        if self._carried_out and not config.variable_seq_lengths:
             raise BadInput(
-                f"The pipeline split leaves {self._deepstack_out} of {deepstack_layers} DeepStack "
+                f"The pipeline split leaves {self._carried_out} of {deepstack_layers} DeepStack "
                 "layers to later stages: set variable_seq_lengths, so that their features can "
                 "travel there."
             )
@@ -245,7 +245,7 @@ class Qwen3VLModel(GPTModel):
 
         Returns:
             Before the last pipeline stage: hidden states (s_local, B, H), followed on the first
-            axis by DeepStack features if later stages need them. On the last stage: logits
+            axis by the carried rows if later stages need them. On the last stage: logits
             (B, s, V / tp) or, with `labels`, float32 losses (B, s), where s = S / cp and the
             positions are those of :meth:`local_tokens`. A model with MTP has (2, B, s)
             losses: of the next token, and of the one after it, which at the end of a row or a
@@ -266,13 +266,13 @@ class Qwen3VLModel(GPTModel):
             packed_seq_params=packed_seq_params,
             **kwargs,
         )
-        hidden, features = embed()
+        hidden, carried = embed()
         output = super().forward(
             **arguments,
             decoder_input=hidden,
-            extra_block_kwargs={"context": features, "context_mask": destination},
+            extra_block_kwargs={"context": carried, "context_mask": destination},
         )
-        return self.append_features(output, features)
+        return self.append_carried(output, carried)
 
     def build_schedule_plan(self, *args: Any, **kwargs: Any) -> SchedulePlan:
         """Return the steps of :meth:`forward`, with its arguments, for Megatron's combined 1F1B.
@@ -282,13 +282,13 @@ class Qwen3VLModel(GPTModel):
         embed, destination, arguments = self._prepare_forward(*args, **kwargs)
         return SchedulePlan(self, embed, destination, **arguments)
 
-    def append_features(self, output: Tensor, features: Tensor | None) -> Tensor:
-        """Append what later stages need of this chunk's features (k, n, H), if any, to its output.
+    def append_carried(self, output: Tensor, carried: Tensor | None) -> Tensor:
+        """Append what later stages need of this chunk's carried rows (k, n, H) to its output.
 
         The output is hidden states (s_local, B, H), or what the head gives.
         """
-        if self._deepstack_out and features is not None:
-            return pack_features(output, features[-self._deepstack_out :])
+        if self._carried_out and carried is not None:
+            return pack_features(output, carried[-self._carried_out :])
         return output
 
     def _prepare_forward(
@@ -405,29 +405,32 @@ class Qwen3VLModel(GPTModel):
         plan: FusionPlan,
         following: tuple[Tensor, FusionPlan] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return hidden states (s_local, B, H) and the local DeepStack rows (K, n, H), if any.
+        """Compute what :data:`Embed` says, with all K DeepStack layers.
 
         `following` has the next tokens' ids and where images' features go among them, if the model
         has MTP. The last of a row or a packed sample is another's first, which no trained loss
         sees.
         """
         embeddings = self.embedding(token_ids, None)
-        rows = None if following is None else self.embedding(following[0], None)
+        carried = None if following is None else self.embedding(following[0], None)
         # Without an image, a tower would run only for its gradients.
         if not self.architecture.has_vision or (visual is None and not torch.is_grad_enabled()):
-            nothing = embeddings.new_empty(self._deepstack_in, 0, embeddings.shape[-1])
-            hidden, rows = embeddings, nothing if rows is None else rows.flatten(0, 1)[None]
+            hidden = embeddings
+            if carried is None:
+                carried = embeddings.new_empty(self._carried_in, 0, embeddings.shape[-1])
+            else:
+                carried = carried.flatten(0, 1)[None]
         else:
             features, deepstack = self.visual(visual)
-            if following is not None and rows is not None:
-                rows = fuse(rows, features, following[1]).flatten(0, 1)[None]
+            if following is not None and carried is not None:
+                carried = fuse(carried, features, following[1]).flatten(0, 1)[None]
             elif deepstack:
-                rows = torch.stack([plan.select(layer) for layer in deepstack])
+                carried = torch.stack([plan.select(layer) for layer in deepstack])
             hidden = fuse(embeddings, features, plan)
         if torch.is_grad_enabled() and not hidden.requires_grad:
             # A recomputed region gets no gradients at all if none of its inputs requires one.
             hidden.requires_grad_()
-        return hidden, rows
+        return hidden, carried
 
     def _postprocess(
         self,
@@ -467,19 +470,19 @@ class Qwen3VLModel(GPTModel):
             )
 
     def _receive(self, seq_len: int, batch: int, plan: FusionPlan) -> Tensor | None:
-        """Split the DeepStack rows (k, n, H) off the tensor that the previous stage sent."""
+        """Split the carried rows (k, n, H) off the tensor that the previous stage sent."""
         received = self.decoder.input_tensor
         # The next tokens' embeddings have a row for each token, and DeepStack's features have one
         # for each image token.
         count = seq_len * batch if self.has_mtp else len(plan.destination)
         if self.fill_received is not None and received is not None:
-            packed = -(-self._deepstack_in * count // batch)  # as by `pack_features`
+            packed = -(-self._carried_in * count // batch)  # as by `pack_features`
             self.fill_received(received, (seq_len + packed, batch, self.config.hidden_size))
-        if not self._deepstack_in:
+        if not self._carried_in:
             return None
-        hidden, features = unpack_features(received, seq_len, self._deepstack_in, count)
+        hidden, carried = unpack_features(received, seq_len, self._carried_in, count)
         self.decoder.set_input_tensor(hidden)
-        return features
+        return carried
 
     def _router_padding(self, padding: Tensor | None, seq_len: int, local: Tensor) -> Tensor | None:
         """Return (B, s_local) bool, True for padding, which only MoE layers read."""
@@ -617,38 +620,3 @@ def build_chunks(
         )
         for stage in (range(layout.vpp) if layout.vpp > 1 else [None])
     ]
-
-
-class WithoutDDP:
-    """A chunk with the DDP interface that ``finalize_model_grads`` needs; uses ``grad``."""
-
-    def __init__(self, module: Qwen3VLModel) -> None:
-        self.module, self.config = module, module.config
-        self.ddp_config = DistributedDataParallelConfig()
-
-    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Sum over the ranks that have other tokens: DP x CP, and for experts their own DP."""
-        groups: Any = self.module.pg_collection
-        for parameter in self._trained_parameters():
-            group = groups.dp_cp if getattr(parameter, "allreduce", True) else groups.expt_dp
-            if parameter.grad is None:  # on this rank; another may have one
-                parameter.grad = torch.zeros_like(parameter)
-            if group.size() > 1:
-                parameter.grad = parameter.grad.contiguous()
-                dist.all_reduce(parameter.grad, group=group)
-
-    def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply the gradients in place; :meth:`finish_grad_sync` has made those missing."""
-        for parameter in self._trained_parameters():
-            assert parameter.grad is not None
-            parameter.grad.mul_(factor)
-
-    def _trained_parameters(self) -> list[nn.Parameter]:
-        """Return them, or raise BadInput if Megatron's DDP holds their gradients."""
-        trained = [p for p in self.module.parameters() if p.requires_grad]
-        if any(hasattr(parameter, "main_grad") for parameter in trained):
-            raise BadInput(
-                "The model is wrapped in Megatron's DDP, which keeps its gradients in main_grad: "
-                "call megatron.core.distributed.finalize_model_grads instead of reduce_gradients."
-            )
-        return trained

@@ -57,7 +57,7 @@ class _PreProcess(PreProcessNode):
         hidden: Tensor = super().forward_impl()
         if not self.model.decoder.layers:
             # The schedules free a stage's output, which must not be its input itself.
-            return self.model.append_features(hidden.view_as(hidden), features)
+            return self.model.append_carried(hidden.view_as(hidden), features)
         if features is not None:
             self._features = features
             state.features = features.detach().requires_grad_(features.requires_grad)
@@ -143,7 +143,7 @@ def _run_and_add_features(layer: DeepStackLayer, part: Part, node: Any, *inputs:
     state = node.chunk_state
     hidden = layer.add_features(part(node, *inputs), state.features, state.destination)
     if layer is state.model.decoder.layers[-1]:
-        hidden = state.model.append_features(hidden, state.features)
+        hidden = state.model.append_carried(hidden, state.features)
     return hidden
 
 

@@ -138,7 +138,7 @@ class HybridQwen3VL(HybridModel):
 
     head_labels = fill_received = None
     local_tokens: Any = Qwen3VLModel.local_tokens
-    append_features: Any = Qwen3VLModel.append_features
+    append_carried: Any = Qwen3VLModel.append_features
     _prepare_forward: Any = Qwen3VLModel._prepare_forward
     _embed: Any = Qwen3VLModel._embed
     _receive: Any = Qwen3VLModel._receive
@@ -178,8 +178,8 @@ class HybridQwen3VL(HybridModel):
         before = sum(symbol in MLPS for symbol in "".join(chunks[:chunk]))
         here = sum(symbol in MLPS for symbol in chunks[chunk])
         deepstack_layers = len(architecture.vision.deepstack_visual_indexes)
-        self._deepstack_in = max(deepstack_layers - before, 0)
-        self._deepstack_out = 0 if post_process else max(deepstack_layers - before - here, 0)
+        self._carried_in = max(deepstack_layers - before, 0)
+        self._carried_out = 0 if post_process else max(deepstack_layers - before - here, 0)
         if pre_process:
             self.visual = VisionTower(
                 architecture, config, group=groups.tp_cp, fused_rotary=False, recompute=False
@@ -223,7 +223,7 @@ class HybridQwen3VL(HybridModel):
         packed, positions = arguments["packed_seq_params"], arguments["position_ids"]
         arguments["packed_seq_params"] = Load(packed, positions, seen, destination)
         output = super().forward(**arguments, decoder_input=hidden)
-        return self.append_features(output, features)
+        return self.append_carried(output, features)
 
 
 def _submodules(config: TransformerConfig, architecture: Architecture) -> HybridStackSubmodules:

@@ -185,7 +185,7 @@ def test_features_that_do_not_travel(matrix: Matrix, monkeypatch: Any) -> None:
 
     def forgetting(self: Any, seq_len: int, batch: int, plan: Any) -> Any:
         received = layer.unpack_features(
-            self.decoder.input_tensor, seq_len, self._deepstack_in, len(plan.destination)
+            self.decoder.input_tensor, seq_len, self._carried_in, len(plan.destination)
         )
         self.decoder.set_input_tensor(received[0])
         return torch.zeros_like(received[1])
