@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -49,12 +50,12 @@ ORDER = (
     "converters.torch_dist",
     "converters.offline",
     "converters.adapters",
-    "model_card",
     "converters.legacy",
     "converters.convert",
     "converters.live",
     "converters.export",
     "converters.describe",
+    "model_card",
     "runtime",
     "kernels",
     "model",
@@ -69,11 +70,8 @@ ORDER = (
     "data.encoding",
     "data",
     "unused.folder",
-    "training.arguments.schedule",
-    "training.arguments.run",
-    "training.arguments.lora",
-    "training.gradient_shards",
-    "training.forward_step",
+    "settings",
+    "forward",
     "losses",
     "inference",
     "generation",
@@ -211,6 +209,12 @@ def test_imports_go_one_way(modules: dict[str, str]) -> None:
     assert upward(modules) == []
 
 
+def test_a_package_is_one_layer() -> None:
+    """No other stands between two of its parts, but where a small part serves lower layers."""
+    layers = [top for top, _ in groupby(entry.partition(".")[0] for entry in ORDER)]
+    assert {top for top in layers if layers.count(top) > 1} == {"launch", "unused"}
+
+
 def test_the_simulated_gpu_imports_nothing_else_of_ours(modules: dict[str, str]) -> None:
     """It does not even know the name of the package around it."""
     own = {name: source for name, source in modules.items() if package_of(name) == ALONE}
@@ -239,6 +243,8 @@ def test_no_module_imports_the_functions_of_the_package_itself(modules: dict[str
         ("data.encoding.batch", "def f():\n    from mcore_qwen3vl.cli import app"),
         ("runtime.launch", "def f():\n    from mcore_qwen3vl.simulated_gpu import is_preloaded"),
         ("config", "if TYPE_CHECKING:\n    from mcore_qwen3vl.layout import Layout"),
+        ("losses.loss", "from mcore_qwen3vl.training.forward_step import ForwardStep"),
+        ("settings.run", "if TYPE_CHECKING:\n    from mcore_qwen3vl.losses.loss import Loss"),
     ],
 )
 def test_a_planted_import_is_found(modules: dict[str, str], module: str, line: str) -> None:

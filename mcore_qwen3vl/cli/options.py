@@ -16,7 +16,7 @@ from mcore_qwen3vl.data.config import DataConfig, MediaLimits, require_data_set
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.flags import field_docs
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.training.arguments.run import DataSources
+from mcore_qwen3vl.settings.run import DataSources
 
 
 def source(metavar: str, help: str) -> Any:

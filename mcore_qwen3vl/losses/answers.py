@@ -21,8 +21,8 @@ from mcore_qwen3vl.losses.loss import (
     refuse_router_losses,
     refuse_without,
 )
-from mcore_qwen3vl.training.arguments.lora import LoraSettings
-from mcore_qwen3vl.training.arguments.run import RunSettings
+from mcore_qwen3vl.settings.lora import LoraSettings
+from mcore_qwen3vl.settings.run import RunSettings
 
 if TYPE_CHECKING:
     import torch
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from megatron.core.tensor_parallel import mappings
     from torch import Tensor
 
+    from mcore_qwen3vl import forward
     from mcore_qwen3vl.data.encoding.batch import Batch
     from mcore_qwen3vl.losses import passes
     from mcore_qwen3vl.model import inputs as model_inputs
-    from mcore_qwen3vl.training import forward_step
 else:
     torch, dist = Lazy("torch"), Lazy("torch.distributed")
     parallel_state = Lazy("megatron.core.parallel_state")
     mappings = Lazy("megatron.core.tensor_parallel.mappings")
     passes = Lazy("mcore_qwen3vl.losses.passes")
     model_inputs = Lazy("mcore_qwen3vl.model.inputs")
-    forward_step = Lazy("mcore_qwen3vl.training.forward_step")
+    forward = Lazy("mcore_qwen3vl.forward")
 
 Reference = Literal["adapter", "file", "model"]
 
@@ -199,6 +199,6 @@ def answer_log_probs(batch: Batch, local: Tensor, losses: Tensor) -> tuple[Tenso
 def answers_step() -> Callable[..., Any]:
     """Return the forward step of a first pass, which finds the answers' log-probabilities (N,)."""
     return passes.first_pass_step(
-        forward_step.forward,
+        forward.forward,
         lambda batch, local, losses: answer_log_probs(batch, local, losses.float())[0],
     )

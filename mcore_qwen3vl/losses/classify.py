@@ -22,8 +22,8 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import SINGLE, Labels, ProblemType
 from mcore_qwen3vl.lazy import Lazy
 from mcore_qwen3vl.losses.task import TaskLoss
-from mcore_qwen3vl.training.arguments.lora import LoraSettings
-from mcore_qwen3vl.training.arguments.run import RunSettings
+from mcore_qwen3vl.settings.lora import LoraSettings
+from mcore_qwen3vl.settings.run import RunSettings
 
 if TYPE_CHECKING:
     import torch
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from mcore_qwen3vl.data.records import parse, tasks
     from mcore_qwen3vl.data.records.media import MediaFolder
     from mcore_qwen3vl.data.records.parse import Conversation
-    from mcore_qwen3vl.losses import last_token
-    from mcore_qwen3vl.training import forward_step
-    from mcore_qwen3vl.training.forward_step import Objective, Reduced, RunBatch
+    from mcore_qwen3vl.forward import RunBatch
+    from mcore_qwen3vl.losses import last_token, reduction
+    from mcore_qwen3vl.losses.reduction import Objective, Reduced
 else:
     torch, F = map(Lazy, ("torch", "torch.nn.functional"))
     parse = Lazy("mcore_qwen3vl.data.records.parse")
     tasks = Lazy("mcore_qwen3vl.data.records.tasks")
     last_token = Lazy("mcore_qwen3vl.losses.last_token")
-    forward_step = Lazy("mcore_qwen3vl.training.forward_step")
+    reduction = Lazy("mcore_qwen3vl.losses.reduction")
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def classification_objective(
     inputs = batch.inputs_of(RightLabels)
     losses, right = classification_losses(logits, inputs.right, exclusive=labels.are_exclusive)
     numbers = {"classification loss": losses, "accuracy": right}
-    return forward_step.reduce_units(losses.sum(), batch, numbers)
+    return reduction.reduce_units(losses.sum(), batch, numbers)
 
 
 def classification_losses(

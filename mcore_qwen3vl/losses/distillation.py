@@ -27,29 +27,30 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.flags import Flag, Folder
 from mcore_qwen3vl.lazy import Lazy
 from mcore_qwen3vl.losses.loss import FrozenModel, Loss, refuse_without, require, without_none
-from mcore_qwen3vl.training.arguments.lora import LoraSettings
-from mcore_qwen3vl.training.arguments.run import RunSettings
+from mcore_qwen3vl.settings.lora import LoraSettings
+from mcore_qwen3vl.settings.run import RunSettings
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from mcore_qwen3vl import forward
     from mcore_qwen3vl.data import scores
     from mcore_qwen3vl.data.encoding.batch import Batch
+    from mcore_qwen3vl.forward import RunBatch
     from mcore_qwen3vl.losses import passes, tokens
+    from mcore_qwen3vl.losses.reduction import Objective, Reduced
     from mcore_qwen3vl.model import head
     from mcore_qwen3vl.model import inputs as model_inputs
     from mcore_qwen3vl.model.decoder.attention import PackedSequence
     from mcore_qwen3vl.model.head import Head
     from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-    from mcore_qwen3vl.training import forward_step
-    from mcore_qwen3vl.training.forward_step import Objective, Reduced, RunBatch
 else:
     torch = Lazy("torch")
     scores, head = map(Lazy, ("mcore_qwen3vl.data.scores", "mcore_qwen3vl.model.head"))
     passes, tokens = map(Lazy, ("mcore_qwen3vl.losses.passes", "mcore_qwen3vl.losses.tokens"))
     model_inputs = Lazy("mcore_qwen3vl.model.inputs")
-    forward_step = Lazy("mcore_qwen3vl.training.forward_step")
+    forward = Lazy("mcore_qwen3vl.forward")
 
 Divergence = Literal["forward", "reverse", "jsd"]
 
@@ -143,7 +144,7 @@ class DistillationLoss(Loss):
 
     def compute(self, run: RunSettings) -> RunBatch:
         processor = partial(_divergences_and_cross_entropies, self.settings)
-        return partial(forward_step.forward, processor=processor)
+        return partial(forward.forward, processor=processor)
 
     def schedule(
         self, run: RunSettings, lora: LoraSettings, frozen: Any
@@ -154,7 +155,7 @@ class DistillationLoss(Loss):
         assert k is not None
         find = partial(_teachers_likeliest, k=k, temperature=self.settings.temperature)
         first = passes.first_pass_step(
-            partial(forward_step.forward, processor=find),
+            partial(forward.forward, processor=find),
             lambda batch, local, values: scores.Top(values[..., :k].int(), values[..., k:]),
         )
         return partial(passes.run_two_passes, first=first, within=frozen)

@@ -45,8 +45,8 @@ from mcore_qwen3vl.labels import NO_LABELS, Labels
 from mcore_qwen3vl.lazy import Lazy
 from mcore_qwen3vl.losses.loss import refuse_noise, require
 from mcore_qwen3vl.losses.task import TaskLoss
-from mcore_qwen3vl.training.arguments.lora import LoraSettings
-from mcore_qwen3vl.training.arguments.run import RunSettings
+from mcore_qwen3vl.settings.lora import LoraSettings
+from mcore_qwen3vl.settings.run import RunSettings
 
 if TYPE_CHECKING:
     import torch
@@ -60,10 +60,10 @@ if TYPE_CHECKING:
     from mcore_qwen3vl.data.records import parse, tasks
     from mcore_qwen3vl.data.records.media import MediaFolder
     from mcore_qwen3vl.data.records.parse import Conversation
-    from mcore_qwen3vl.losses import last_token, passes
+    from mcore_qwen3vl.forward import RunBatch
+    from mcore_qwen3vl.losses import last_token, passes, reduction
+    from mcore_qwen3vl.losses.reduction import Objective, Reduced
     from mcore_qwen3vl.model import inputs as model_inputs
-    from mcore_qwen3vl.training import forward_step
-    from mcore_qwen3vl.training.forward_step import Objective, Reduced, RunBatch
 else:
     torch, dist, F = map(Lazy, ("torch", "torch.distributed", "torch.nn.functional"))
     parallel_state = Lazy("megatron.core.parallel_state")
@@ -72,7 +72,7 @@ else:
     last_token = Lazy("mcore_qwen3vl.losses.last_token")
     passes = Lazy("mcore_qwen3vl.losses.passes")
     model_inputs = Lazy("mcore_qwen3vl.model.inputs")
-    forward_step = Lazy("mcore_qwen3vl.training.forward_step")
+    reduction = Lazy("mcore_qwen3vl.losses.reduction")
 
 Kind = Literal["infonce", "cosine", "cosent"]
 
@@ -258,7 +258,7 @@ def embedding_objective(contrastive: Contrastive) -> Objective:
             (contrast,) = contrasts(contrastive, [batch], [embeddings.detach()])
         # The gradient of this is that of the global batch's loss.
         total = (embeddings * contrast.gradients).sum()
-        return forward_step.reduce_units(total, batch, {contrastive.name: contrast.losses})
+        return reduction.reduce_units(total, batch, {contrastive.name: contrast.losses})
 
     return objective
 

@@ -26,8 +26,8 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.lazy import Lazy
 from mcore_qwen3vl.losses.answers import AnswerLoss, Reference, answer_log_probs, answers_step
 from mcore_qwen3vl.losses.loss import require, without_none
-from mcore_qwen3vl.training.arguments.lora import LoraSettings
-from mcore_qwen3vl.training.arguments.run import RunSettings
+from mcore_qwen3vl.settings.lora import LoraSettings
+from mcore_qwen3vl.settings.run import RunSettings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,11 +42,10 @@ if TYPE_CHECKING:
     from mcore_qwen3vl.data.records import parse, tasks
     from mcore_qwen3vl.data.records.media import MediaFolder
     from mcore_qwen3vl.data.records.parse import Conversation
-    from mcore_qwen3vl.losses import passes
+    from mcore_qwen3vl.losses import passes, reduction
     from mcore_qwen3vl.losses.passes import Within
+    from mcore_qwen3vl.losses.reduction import Objective, Reduced
     from mcore_qwen3vl.model import inputs as model_inputs
-    from mcore_qwen3vl.training import forward_step
-    from mcore_qwen3vl.training.forward_step import Objective, Reduced
 else:
     np, encoding_batch = map(Lazy, ("numpy", "mcore_qwen3vl.data.encoding.batch"))
     parse = Lazy("mcore_qwen3vl.data.records.parse")
@@ -55,7 +54,7 @@ else:
     torch, dist = map(Lazy, ("torch", "torch.distributed"))
     parallel_state = Lazy("megatron.core.parallel_state")
     passes = Lazy("mcore_qwen3vl.losses.passes")
-    forward_step = Lazy("mcore_qwen3vl.training.forward_step")
+    reduction = Lazy("mcore_qwen3vl.losses.reduction")
 
 
 @dataclass(frozen=True)
@@ -241,7 +240,7 @@ def kto_objective(kto: Kto) -> Objective:
             "kto loss": of_answers,
             "kl baseline": baseline.clamp(min=0).expand(len(detached)),
         }
-        reduced = forward_step.reduce_units(of_answers.sum(), batch, numbers)
+        reduced = reduction.reduce_units(of_answers.sum(), batch, numbers)
         of_kinds = {}
         for name, mask in (("desirable", wanted), ("undesirable", ~wanted)):
             # A log interval may be without one kind of answer; 0 / 0 would be logged as NaN.

@@ -15,10 +15,10 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
+from mcore_qwen3vl.forward import RunBatch, forward
 from mcore_qwen3vl.model.decoder.attention import PackedSequence
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-from mcore_qwen3vl.training.forward_step import RunBatch, forward
 
 Read = Callable[[Tensor, Any, Tensor | None], Tensor]
 """``(states, head, weight) -> values``.

@@ -17,14 +17,15 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.flags import flag_of
 from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.lazy import Lazy
-from mcore_qwen3vl.training.arguments.lora import LoraSettings
-from mcore_qwen3vl.training.arguments.run import RunSettings
+from mcore_qwen3vl.settings.lora import LoraSettings
+from mcore_qwen3vl.settings.run import RunSettings
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.training import forward_step
-    from mcore_qwen3vl.training.forward_step import Objective, RunBatch
+    from mcore_qwen3vl import forward
+    from mcore_qwen3vl.forward import RunBatch
+    from mcore_qwen3vl.losses.reduction import Objective
 else:
-    forward_step = Lazy("mcore_qwen3vl.training.forward_step")
+    forward = Lazy("mcore_qwen3vl.forward")
 
 
 class FrozenModel(NamedTuple):
@@ -133,7 +134,7 @@ class Loss:
 
     def compute(self, run: RunSettings) -> RunBatch:
         """Return what runs a micro-batch through a pipeline chunk; by default cross entropies."""
-        return forward_step.forward
+        return forward.forward
 
     def schedule(
         self, run: RunSettings, lora: LoraSettings, frozen: Any

@@ -16,8 +16,8 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch, TaskInputs
+from mcore_qwen3vl.forward import RunBatch
 from mcore_qwen3vl.model.lora_modules import without_factors
-from mcore_qwen3vl.training.forward_step import RunBatch
 
 Within = Callable[[Any], AbstractContextManager[Any]]
 """A function that makes, from the model that trains, a context which gives the model to run."""

@@ -38,8 +38,8 @@ from mcore_qwen3vl.lazy import Lazy
 from mcore_qwen3vl.losses.answers import AnswerLoss, answer_log_probs, answers_step
 from mcore_qwen3vl.losses.loss import require, without_none
 from mcore_qwen3vl.losses.pairs import PairRecords, numbers_of_rewards
-from mcore_qwen3vl.training.arguments.lora import LoraSettings
-from mcore_qwen3vl.training.arguments.run import RunSettings
+from mcore_qwen3vl.settings.lora import LoraSettings
+from mcore_qwen3vl.settings.run import RunSettings
 
 if TYPE_CHECKING:
     import torch
@@ -48,14 +48,13 @@ if TYPE_CHECKING:
 
     from mcore_qwen3vl.data.encoding.batch import Batch
     from mcore_qwen3vl.data.records import parse
-    from mcore_qwen3vl.losses import passes
-    from mcore_qwen3vl.training import forward_step
-    from mcore_qwen3vl.training.forward_step import Objective, Reduced
+    from mcore_qwen3vl.losses import passes, reduction
+    from mcore_qwen3vl.losses.reduction import Objective, Reduced
 else:
     torch, F = map(Lazy, ("torch", "torch.nn.functional"))
     parse = Lazy("mcore_qwen3vl.data.records.parse")
     passes = Lazy("mcore_qwen3vl.losses.passes")
-    forward_step = Lazy("mcore_qwen3vl.training.forward_step")
+    reduction = Lazy("mcore_qwen3vl.losses.reduction")
 
 DpoKind = Literal["sigmoid", "hinge", "ipo"]
 Kind = DpoKind | Literal["simpo", "orpo"]
@@ -256,7 +255,7 @@ def preference_objective(preference: Preference) -> Objective:
         }
         if preference.rpo_alpha:
             numbers["nll loss"] = -detached[:, 0] / lengths[:, 0]
-        return forward_step.reduce_units(pairs.sum(), batch, numbers)
+        return reduction.reduce_units(pairs.sum(), batch, numbers)
 
     return objective
 

@@ -21,8 +21,8 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.flags import Flag
 from mcore_qwen3vl.lazy import Lazy
 from mcore_qwen3vl.losses.task import TaskLoss
-from mcore_qwen3vl.training.arguments.lora import LoraSettings
-from mcore_qwen3vl.training.arguments.run import RunSettings
+from mcore_qwen3vl.settings.lora import LoraSettings
+from mcore_qwen3vl.settings.run import RunSettings
 
 if TYPE_CHECKING:
     import torch
@@ -34,17 +34,17 @@ if TYPE_CHECKING:
     from mcore_qwen3vl.data.records import tasks
     from mcore_qwen3vl.data.records.media import MediaFolder
     from mcore_qwen3vl.data.records.parse import Conversation
-    from mcore_qwen3vl.losses import last_token
+    from mcore_qwen3vl.forward import RunBatch
+    from mcore_qwen3vl.losses import last_token, reduction
+    from mcore_qwen3vl.losses.reduction import Objective, Reduced
     from mcore_qwen3vl.model import inputs as model_inputs
-    from mcore_qwen3vl.training import forward_step
-    from mcore_qwen3vl.training.forward_step import Objective, Reduced, RunBatch
 else:
     torch, F = map(Lazy, ("torch", "torch.nn.functional"))
     tasks = Lazy("mcore_qwen3vl.data.records.tasks")
     processor = Lazy("mcore_qwen3vl.data.processor")
     last_token = Lazy("mcore_qwen3vl.losses.last_token")
     model_inputs = Lazy("mcore_qwen3vl.model.inputs")
-    forward_step = Lazy("mcore_qwen3vl.training.forward_step")
+    reduction = Lazy("mcore_qwen3vl.losses.reduction")
 
 Ranking = Literal["pointwise", "listwise"]
 
@@ -108,9 +108,7 @@ def ranking_objective(ranking: Ranking, batch: Batch, local: Tensor, logits: Ten
     Its values are the logits of ``yes`` and ``no`` after a query and a document.
     """
     losses, right = ranking_losses(relevance(logits), batch.groups, ranking)
-    return forward_step.reduce_units(
-        losses.sum(), batch, {"reranker loss": losses, "accuracy": right}
-    )
+    return reduction.reduce_units(losses.sum(), batch, {"reranker loss": losses, "accuracy": right})
 
 
 def answer_word_runner(folder: str | Path, words: tuple[str, str]) -> RunBatch:

@@ -16,8 +16,8 @@ from mcore_qwen3vl.labels import ONE_SCORE, Labels
 from mcore_qwen3vl.lazy import Lazy
 from mcore_qwen3vl.losses.pairs import PairRecords, numbers_of_rewards
 from mcore_qwen3vl.losses.task import TaskLoss
-from mcore_qwen3vl.training.arguments.lora import LoraSettings
-from mcore_qwen3vl.training.arguments.run import RunSettings
+from mcore_qwen3vl.settings.lora import LoraSettings
+from mcore_qwen3vl.settings.run import RunSettings
 
 if TYPE_CHECKING:
     import torch
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mcore_qwen3vl.data.encoding.batch import Batch
-    from mcore_qwen3vl.losses import last_token
-    from mcore_qwen3vl.training import forward_step
-    from mcore_qwen3vl.training.forward_step import Objective, Reduced, RunBatch
+    from mcore_qwen3vl.forward import RunBatch
+    from mcore_qwen3vl.losses import last_token, reduction
+    from mcore_qwen3vl.losses.reduction import Objective, Reduced
 else:
     torch, F = map(Lazy, ("torch", "torch.nn.functional"))
     last_token = Lazy("mcore_qwen3vl.losses.last_token")
-    forward_step = Lazy("mcore_qwen3vl.training.forward_step")
+    reduction = Lazy("mcore_qwen3vl.losses.reduction")
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def reward_objective(batch: Batch, local: Tensor, values: Tensor) -> Reduced:
     rewards = values.view(-1, 2)
     losses = reward_losses(rewards, batch.inputs_of(Margins).margins)
     numbers = {"reward loss": losses, **numbers_of_rewards(rewards)}
-    return forward_step.reduce_units(losses.sum(), batch, numbers)
+    return reduction.reduce_units(losses.sum(), batch, numbers)
 
 
 def reward_losses(rewards: Tensor, margins: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from mcore_qwen3vl.converters.identify import identify
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.losses.loss import Loss, refuse_router_losses
-from mcore_qwen3vl.training.arguments.lora import LoraSettings
-from mcore_qwen3vl.training.arguments.run import RunSettings
+from mcore_qwen3vl.settings.lora import LoraSettings
+from mcore_qwen3vl.settings.run import RunSettings
 
 
 @dataclass(frozen=True)

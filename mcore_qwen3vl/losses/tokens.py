@@ -21,21 +21,21 @@ from mcore_qwen3vl.functions import find_function
 from mcore_qwen3vl.lazy import Lazy
 from mcore_qwen3vl.losses.loss import Loss
 from mcore_qwen3vl.memory_labels import label_module
-from mcore_qwen3vl.training.arguments.lora import LoraSettings
-from mcore_qwen3vl.training.arguments.run import RunSettings
+from mcore_qwen3vl.settings.lora import LoraSettings
+from mcore_qwen3vl.settings.run import RunSettings
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from mcore_qwen3vl.data.encoding.batch import Batch
+    from mcore_qwen3vl.losses import reduction
+    from mcore_qwen3vl.losses.reduction import Objective, Reduced
     from mcore_qwen3vl.model import inputs as model_inputs
-    from mcore_qwen3vl.training import forward_step
-    from mcore_qwen3vl.training.forward_step import Objective, Reduced
 else:
     torch = Lazy("torch")
     model_inputs = Lazy("mcore_qwen3vl.model.inputs")
-    forward_step = Lazy("mcore_qwen3vl.training.forward_step")
+    reduction = Lazy("mcore_qwen3vl.losses.reduction")
 
 label_module(__file__, "logits and loss")
 
@@ -86,7 +86,7 @@ def token_objective(loss: LossFunction) -> Objective:
         total, normaliser = _checked_result(loss, loss(losses, weights))
         data_sets = _weights_of_data_sets(batch, positions, weights)
         parts = {name: loss(losses.detach(), part) for name, part in data_sets.items()}
-        return forward_step.Reduced(total, normaliser, {"lm loss": total.detach()}, parts)
+        return reduction.Reduced(total, normaliser, {"lm loss": total.detach()}, parts)
 
     return objective
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.data.scores import encode_top
+from mcore_qwen3vl.forward import forward
 from mcore_qwen3vl.labels import ONE_SCORE, Labels
 from mcore_qwen3vl.losses.last_token import SCORES, STATES
 from mcore_qwen3vl.losses.reranker import answer_word_runner, relevance
@@ -36,7 +37,6 @@ from mcore_qwen3vl.training.data_provider import (
     new_host_group,
     rank_reads,
 )
-from mcore_qwen3vl.training.forward_step import forward
 
 Results = dict[str, dict[str, Any]]
 """For each sequence of a batch, by its name, what JSON can hold."""

@@ -41,8 +41,8 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.flops import ALL
 from mcore_qwen3vl.model.inputs import PER_PATCH, VisualInputs, length_multiple
+from mcore_qwen3vl.settings.run import ComputeSettings
 from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE
-from mcore_qwen3vl.training.arguments.run import ComputeSettings
 from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings
 from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.training.checkpoints.resume import step_to_load

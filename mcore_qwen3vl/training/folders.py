@@ -20,8 +20,8 @@ from mcore_qwen3vl.converters.identify import (
 )
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import only_writer, write_at_once
+from mcore_qwen3vl.settings.run import CheckpointSettings
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
-from mcore_qwen3vl.training.arguments.run import CheckpointSettings
 
 LOGS = "logs"
 _OWNER = ".run"

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
+from mcore_qwen3vl.forward import RunBatch, forward
+from mcore_qwen3vl.losses.reduction import Objective, Reduced
 from mcore_qwen3vl.memory_labels import label_module
-from mcore_qwen3vl.model.decoder.attention import PackedSequence
-from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.training.gradient_shards import scale_gradients
 
 label_module(__file__, "logits and loss")
@@ -33,47 +30,6 @@ _SHOWN = 8
 _KEPT_STEPS = 2  # the gradient norm is checked a step late
 
 LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
-RunBatch = Callable[..., tuple[Tensor, Tensor]]
-"""A function with the arguments and results of :func:`forward`."""
-
-
-def forward(
-    batch: Batch,
-    model: torch.nn.Module,
-    *,
-    plan: bool = False,
-    processor: Callable[..., Tensor] | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """Run one micro-batch through one pipeline chunk, wrapped or not.
-
-    Args:
-        plan: only build the plan of :meth:`.Qwen3VLModel.build_schedule_plan`, and return it in
-            place of the output.
-        processor: computes what the last stage returns: Megatron's ``output_processor``, with the
-            batch and the chunk before its own arguments.
-        options: passed to :class:`~mcore_qwen3vl.model.qwen3vl.Qwen3VLModel`.
-
-    Returns:
-        The chunk's output, which for the last chunk is (B, s) cross entropies unless `options` say
-        otherwise; and the (s,) int64 positions of this rank.
-    """
-    chunk = get_attr_wrapped_model(model, "local_tokens", return_model_obj=True)
-    has_lm_head = chunk.post_process and chunk.head_labels is None
-    packing = _packed_sequence(batch)
-    if processor is not None:
-        options["output_processor"] = partial(processor, batch, chunk)
-    output = (chunk.build_schedule_plan if plan else model)(
-        batch.input_ids,
-        batch.position_ids,
-        padding_mask=batch.padding_mask,
-        # -100 becomes 0, a column that exists: the loss weights alone decide what counts.
-        labels=batch.labels.clamp(min=0) if has_lm_head else None,
-        visual=batch.visual,
-        packed_seq_params=packing,
-        **options,
-    )
-    return output, chunk.local_tokens(batch.input_ids.shape[1], packing)
 
 
 class StepRecords:
@@ -197,79 +153,6 @@ class ForwardStep:
             scale_gradients(chunk, scale)
 
 
-def _packed_sequence(batch: Batch) -> PackedSequence | None:
-    """Return the sub-sequences' bounds, on the device for kernels and on the host for shapes."""
-    if batch.cu_seqlens is None:
-        return None
-    bounds = to_device(batch.cu_seqlens, batch.input_ids.device)
-    return PackedSequence(
-        qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        max_seqlen_q=batch.max_seqlen,
-        max_seqlen_kv=batch.max_seqlen,
-        bounds=tuple(batch.cu_seqlens.tolist()),
-    )
-
-
-class Reduced(NamedTuple):
-    """The loss and the log's numbers for a micro-batch on this rank.
-
-    Attributes:
-        total: the sum to minimise, a scalar with a gradient.
-        normaliser: divides `total` and `sums`, after each is summed over the global batch.
-        sums: numbers for the log, by name: scalars without a gradient, or (2,) with a number and
-            a normaliser of its own. The first is the loss.
-        data_sets: for data of several data sets, the sum of each one's losses and its normaliser,
-            by name: scalars without a gradient.
-    """
-
-    total: Tensor
-    normaliser: Tensor
-    sums: dict[str, Tensor]
-    data_sets: Mapping[str, tuple[Tensor, Tensor]] = MappingProxyType({})
-
-
-def reduce_units(total: Tensor, batch: Batch, numbers: Mapping[str, Tensor]) -> Reduced:
-    """Return the loss of units, such as queries, that all ranks of a CP group have whole.
-
-    Every CP rank has all units, but the gradients of its own tokens alone. So each rank counts 1/CP
-    of the units and of the numbers.
-
-    Args:
-        total: the sum of the units' losses, with a gradient.
-        batch: the micro-batch, whose units are its records or all their sequences.
-        numbers: values of the units for the log, by name; their gradients are not used. The first
-            are the losses.
-    """
-    share = 1 / parallel_state.get_context_parallel_world_size()
-    losses = next(iter(numbers.values())).detach()
-    return Reduced(
-        total,
-        torch.full([], len(losses) * share, dtype=torch.float64, device=total.device),
-        {name: values.detach().sum() * share for name, values in numbers.items()},
-        {
-            name: (
-                losses.where(members, 0.0).sum() * share,
-                members.sum(dtype=torch.float64) * share,
-            )
-            for name, members in _units_of_data_sets(batch, losses)
-        },
-    )
-
-
-def _units_of_data_sets(batch: Batch, losses: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield each data set's name and which units are its own, a mask like `losses` (units,)."""
-    names = batch.data_sets
-    if len(names) > len(losses):  # several sequences make a unit
-        names = tuple(
-            names[end - size]  # of its first sequence
-            for end, size in zip(accumulate(batch.groups), batch.groups, strict=True)
-        )
-    for name in dict.fromkeys(names):
-        yield name, to_device(torch.tensor([data_set == name for data_set in names]), losses.device)
-
-
 class DataSetLosses:
     """Sums of data sets' losses that stay on the device until the log is written.
 
@@ -306,13 +189,3 @@ class DataSetLosses:
             for name, (total, normaliser) in zip(self._names, sums.tolist(), strict=True)
             if normaliser
         }
-
-
-Objective = Callable[[Batch, Tensor, Tensor], Reduced]
-"""``(batch, local, losses) -> Reduced``.
-
-Args:
-    batch: the micro-batch.
-    local: (s,) int64 on the host: this rank's positions in the sequence.
-    losses: (B, s) float32 cross entropies there.
-"""

@@ -20,7 +20,7 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor, nn
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.training.arguments.run import ComputeSettings
+from mcore_qwen3vl.settings.run import ComputeSettings
 from mcore_qwen3vl.training.step import HOOKS
 
 Wrapper = Callable[..., Any]

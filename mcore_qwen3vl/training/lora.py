@@ -37,7 +37,7 @@ from mcore_qwen3vl.model.lora import (
     whole_tensors,
 )
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
-from mcore_qwen3vl.training.arguments.lora import LoraSettings
+from mcore_qwen3vl.settings.lora import LoraSettings
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.parameter_counts import trained_parameters
 from mcore_qwen3vl.training.second_model import start_from

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.freeze import PARTS, part_of
-from mcore_qwen3vl.training.arguments.run import RunSettings
+from mcore_qwen3vl.settings.run import RunSettings
 from mcore_qwen3vl.training.gradient_shards import shard_of_rank
 
 label_module(__file__, "optimizer, temporary")

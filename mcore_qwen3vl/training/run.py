@@ -24,6 +24,7 @@ from mcore_qwen3vl.console import print_unused, visible
 from mcore_qwen3vl.errors import Unfinished
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.runtime.gpus import disable_compile_without_compiler, order_transfers
+from mcore_qwen3vl.settings.schedule import ITERS
 from mcore_qwen3vl.training.arguments.checks import (
     check_early,
     require_gpu,
@@ -42,7 +43,6 @@ from mcore_qwen3vl.training.arguments.parser import (
     refusal,
     without_help_texts,
 )
-from mcore_qwen3vl.training.arguments.schedule import ITERS
 from mcore_qwen3vl.training.arguments.settings import statement_of_defaults
 from mcore_qwen3vl.training.events import FINALIZE, FORWARD_BACKWARD, LOG, Built, RunObserver
 from mcore_qwen3vl.training.folders import lock_folders

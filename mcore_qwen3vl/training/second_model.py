@@ -20,7 +20,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.losses.loss import FrozenModel
 from mcore_qwen3vl.megatron_config import architecture_arguments, recommended_arguments
-from mcore_qwen3vl.training.arguments.run import OWN_SPLIT, ParallelSettings
+from mcore_qwen3vl.settings.run import OWN_SPLIT, ParallelSettings
 from mcore_qwen3vl.training.arguments.settings import Settings
 
 _READ_FROM_BATCHES = (

@@ -149,7 +149,7 @@ STEP = (
     Event(
         "losses",
         "Make of its output a sum to minimise, a normaliser, and numbers for the log.",
-        ("mcore_qwen3vl.training.forward_step:Objective",),
+        ("mcore_qwen3vl.losses.reduction:Objective",),
     ),
     Event(
         "backward",

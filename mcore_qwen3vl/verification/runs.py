@@ -26,7 +26,7 @@ from mcore_qwen3vl.converters.torch_dist import TorchDistCheckpoint
 from mcore_qwen3vl.data.loader import position_in
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.training.arguments.run import ParallelSettings
+from mcore_qwen3vl.settings.run import ParallelSettings
 from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.training.contract.record import RunRecord
 from mcore_qwen3vl.verification.measurement import Finding, Measurement

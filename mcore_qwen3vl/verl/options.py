@@ -17,7 +17,7 @@ from mcore_qwen3vl.converters.adapters.config import ATTENTION, DELTA_NET, EXPER
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.transformer_config import Spec
 from mcore_qwen3vl.runtime import cpu
-from mcore_qwen3vl.training.arguments.lora import LoraSettings
+from mcore_qwen3vl.settings.lora import LoraSettings
 from mcore_qwen3vl.training.lora import LoraRun
 
 OWN = "override_mcore_model_config"

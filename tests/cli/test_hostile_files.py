@@ -28,7 +28,7 @@ from mcore_qwen3vl.data.readers import index_beside
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.training.arguments.run import CheckpointSettings
+from mcore_qwen3vl.settings.run import CheckpointSettings
 from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.training.checkpoints.resume import choose_iteration, explain_load_errors
 from mcore_qwen3vl.training.contract.record import RunRecord

@@ -26,8 +26,8 @@ from mcore_qwen3vl.flags import add_flags, field_docs, make_from_flags
 from mcore_qwen3vl.losses.tokens import cross_entropy, find_loss
 from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.published_configs import PUBLISHED
+from mcore_qwen3vl.settings import run
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
-from mcore_qwen3vl.training.arguments import run
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.logs.trackers import Trackers
 from mcore_qwen3vl.training.model import fields_from_flags

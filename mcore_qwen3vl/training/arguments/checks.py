@@ -37,9 +37,7 @@ from mcore_qwen3vl.files import refuse_links_out
 from mcore_qwen3vl.flags import flag_of
 from mcore_qwen3vl.machine import require_extra
 from mcore_qwen3vl.runtime.gpus import c_compiler
-from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE, CommandLine, help_words
-from mcore_qwen3vl.training.arguments.experts import check_experts
-from mcore_qwen3vl.training.arguments.run import (
+from mcore_qwen3vl.settings.run import (
     CheckpointSettings,
     ComputeSettings,
     LogSettings,
@@ -47,7 +45,9 @@ from mcore_qwen3vl.training.arguments.run import (
     ParallelSettings,
     TrainingSettings,
 )
-from mcore_qwen3vl.training.arguments.schedule import ITERS, SAMPLES
+from mcore_qwen3vl.settings.schedule import ITERS, SAMPLES
+from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE, CommandLine, help_words
+from mcore_qwen3vl.training.arguments.experts import check_experts
 from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings
 from mcore_qwen3vl.training.folders import (
     check_export,

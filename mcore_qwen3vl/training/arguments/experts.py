@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.training.arguments.run import ComputeSettings, ParallelSettings
+from mcore_qwen3vl.settings.run import ComputeSettings, ParallelSettings
 from mcore_qwen3vl.training.arguments.settings import Settings
 
 _BALANCING = "--moe-router-load-balancing-type"

@@ -19,9 +19,9 @@ from mcore_qwen3vl.losses.loss import Loss
 from mcore_qwen3vl.losses.registry import add_loss_flags, help_of_loss, loss_of
 from mcore_qwen3vl.losses.task import hf_config_with
 from mcore_qwen3vl.runtime.gpus import c_compiler
-from mcore_qwen3vl.training.arguments import run
-from mcore_qwen3vl.training.arguments.lora import LoraSettings
-from mcore_qwen3vl.training.arguments.schedule import ScheduleSettings
+from mcore_qwen3vl.settings import run
+from mcore_qwen3vl.settings.lora import LoraSettings
+from mcore_qwen3vl.settings.schedule import ScheduleSettings
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ from mcore_qwen3vl.converters.torch_pickle import METADATA
 from mcore_qwen3vl.data.processor import configs_with_budgets
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write, read_object, write_at_once
-from mcore_qwen3vl.training.arguments.run import CheckpointSettings
+from mcore_qwen3vl.settings.run import CheckpointSettings
 from mcore_qwen3vl.training.arguments.settings import Settings
 
 # Megatron names a weight, or "optimizer.state.exp_avg.NAME from model not in state dict: [...]".

@@ -38,7 +38,7 @@ from mcore_qwen3vl.converters.mapping.forms import head_of
 from mcore_qwen3vl.converters.storage.staging import discard_remains, targets_of_remains
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import read_object_or_empty, write_at_once
-from mcore_qwen3vl.training.arguments.run import RunSettings
+from mcore_qwen3vl.settings.run import RunSettings
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.checkpoints import data_state, resume
 from mcore_qwen3vl.training.contract.resuming import Contract

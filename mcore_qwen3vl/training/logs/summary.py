@@ -20,10 +20,10 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.kernels import why_eager
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model_card import name_of_model, note_on_base
+from mcore_qwen3vl.settings.lora import LoraSettings
+from mcore_qwen3vl.settings.run import ParallelSettings
+from mcore_qwen3vl.settings.schedule import growing_batches, samples_of_growing_batches
 from mcore_qwen3vl.training import memory
-from mcore_qwen3vl.training.arguments.lora import LoraSettings
-from mcore_qwen3vl.training.arguments.run import ParallelSettings
-from mcore_qwen3vl.training.arguments.schedule import growing_batches, samples_of_growing_batches
 from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings, statement_of_defaults
 from mcore_qwen3vl.training.folders import LOGS
 from mcore_qwen3vl.training.parameter_counts import trained_of

@@ -18,13 +18,13 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig
 from mcore_qwen3vl.data.encoding.batch import IGNORED, Batch
 from mcore_qwen3vl.data.encoding.planning import Plan, spare_plan
+from mcore_qwen3vl.forward import forward
 from mcore_qwen3vl.inference import CheckedModel
 from mcore_qwen3vl.model.head import CHUNK_BYTES, Columns, Head, flat_sides, in_pairs
 from mcore_qwen3vl.model.inputs import PixelScale, to_device
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.scoring.on_rank import LogProbs, Scorer
 from mcore_qwen3vl.scoring.records import BlockResults, Planned, assemble
-from mcore_qwen3vl.training.forward_step import forward
 
 
 @dataclass(frozen=True)

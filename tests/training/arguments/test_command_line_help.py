@@ -23,15 +23,15 @@ from mcore_qwen3vl.losses.kto import Kto, KtoLoss
 from mcore_qwen3vl.losses.preference import DEFAULTS, Preference, PreferenceLoss
 from mcore_qwen3vl.losses.reranker import ANSWERS, Reranker
 from mcore_qwen3vl.published_configs import PUBLISHED
+from mcore_qwen3vl.settings.lora import RANK, LoraSettings
+from mcore_qwen3vl.settings.run import NOT_READ_EARLY
 from mcore_qwen3vl.training.arguments.command_line import (
     COMMON,
     CommandLine,
     help_words,
     print_help,
 )
-from mcore_qwen3vl.training.arguments.lora import RANK, LoraSettings
 from mcore_qwen3vl.training.arguments.parser import validate
-from mcore_qwen3vl.training.arguments.run import NOT_READ_EARLY
 from mcore_qwen3vl.training.arguments.settings import add_arguments, add_early_arguments
 from mcore_qwen3vl.training.run import main
 

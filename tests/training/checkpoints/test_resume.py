@@ -246,7 +246,7 @@ def lose_metadata(folder: Path) -> None:
 def test_a_damaged_checkpoint_is_named(
     spoil: Any, two_checkpoints: tuple[Job, Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    from mcore_qwen3vl.training.arguments.run import CheckpointSettings
+    from mcore_qwen3vl.settings.run import CheckpointSettings
     from mcore_qwen3vl.training.checkpoints.resume import (
         find_damage,
         readable_iteration,

@@ -104,9 +104,9 @@ def another_number_of_ranks_goes_on_at_the_first_position(patch: pytest.MonkeyPa
 
 @fault
 def packs_attend_across_samples(patch: pytest.MonkeyPatch) -> None:
-    from mcore_qwen3vl.training import forward_step
+    from mcore_qwen3vl import forward
 
-    patch.setattr(forward_step, "_packed_sequence", lambda batch: None)
+    patch.setattr(forward, "_packed_sequence", lambda batch: None)
 
 
 @fault

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self, get_type_hints
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits
 from mcore_qwen3vl.data.records.reading import Reading
 from mcore_qwen3vl.flags import File, Flag, Folder, Name, make_from_flags
-from mcore_qwen3vl.training.arguments.schedule import ScheduleSettings
+from mcore_qwen3vl.settings.schedule import ScheduleSettings
 
 Patterns = tuple[Annotated[str, Flag("PATTERN")], ...]
 Paths = Annotated[tuple[str, ...] | None, Flag("PATH", nargs="*")]

@@ -24,7 +24,7 @@ from mcore_qwen3vl.converters.adapters.config import (
 )
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.flags import File, Flag, Name, flag_of
-from mcore_qwen3vl.training.arguments.run import RunSettings
+from mcore_qwen3vl.settings.run import RunSettings
 
 RANK = 16
 """Default of ``--lora-rank``; vLLM takes no larger one by default."""

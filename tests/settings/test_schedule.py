@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
-from mcore_qwen3vl.training.arguments.schedule import samples_of_growing_batches
+from mcore_qwen3vl.settings.schedule import samples_of_growing_batches
 
 SEQ_LENGTH = 128
 
