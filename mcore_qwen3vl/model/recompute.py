@@ -120,7 +120,10 @@ def compute_keeping_inputs(compute: Callable[..., Tensor], *inputs: Tensor) -> T
 
 
 def remember_outputs_of(module: nn.Module) -> None:
-    """Register a recipe for each output of a deterministic module from one tensor to one tensor."""
+    """Register a recipe for each output of a deterministic module from one tensor to one tensor.
+
+    If it returns its input too, as some norms do, that comes second.
+    """
     module.register_forward_pre_hook(_copy_view)
     module.register_forward_hook(_remember_output)
 
@@ -130,9 +133,13 @@ def _copy_view(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
     return (inputs[0].contiguous(),)
 
 
-def _remember_output(module: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+def _remember_output(
+    module: Any, inputs: tuple[Tensor], output: Tensor | tuple[Tensor, Tensor]
+) -> None:
     x = inputs[0].detach()
+    output = output[0] if isinstance(output, tuple) else output
     # Calls `forward` and not the module, because Megatron's hooks are for the forward pass alone.
+    # Without gradients it returns the output alone.
     remember(output, lambda: module.forward(x))
 
 

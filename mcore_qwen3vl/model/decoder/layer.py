@@ -78,6 +78,9 @@ class DeepStackLayer(TransformerLayer):
         offloads = self.config.cpu_offloading or self.config.fine_grained_activation_offloading
         full = self.config.recompute_granularity == "full"
         self.recomputes = recomputes and not offloads and not full
+        for norm in (self.input_layernorm, self.pre_mlp_layernorm):
+            if isinstance(norm, RMSNorm) and not offloads:
+                norm.gives_residual = True
         if self.recomputes:
             names = ("q_layernorm", "k_layernorm")  # which a gated delta net lacks
             norms = (getattr(self.self_attention, name, None) for name in names)
