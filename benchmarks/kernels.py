@@ -161,7 +161,7 @@ def compare_decoder(device: torch.device) -> Iterator[tuple[str, float]]:
 
 def compare_vision(device: torch.device) -> Iterator[tuple[str, float]]:
     """Compare full attention within each frame."""
-    from mcore_qwen3vl.model.vision import attend
+    from mcore_qwen3vl.model.vision_block import attend
 
     for size in (64, 72):
         for what, frames in (("500 frames of 4", (4,) * 500), ("uneven frames", (16, 4, 1024, 64))):

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import (
     LinearWithGradAccumulationAndAsyncCommunication as MegatronLinear,
@@ -85,6 +86,45 @@ def stand_in_gradient(weight: Tensor) -> Tensor | None:
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return None if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
+
+
+def weight_gradient(weight: Tensor, gradient: Tensor, inputs: Tensor) -> Tensor | None:
+    """Return the gradient of a linear's weight (out, in), or add it to DDP's ``main_grad``.
+
+    Args:
+        gradient: (n, out), that of the linear's output.
+        inputs: (n, in)
+    """
+    buffer = getattr(weight, "main_grad", None)
+    if buffer is None or not hasattr(weight, "grad_added_to_main_grad"):
+        return gradient.t() @ inputs
+    add_product(buffer, gradient.t(), inputs)
+    return stand_in_gradient(weight)
+
+
+def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute what :func:`torch.nn.functional.linear` does, with :func:`weight_gradient`."""
+    output: Tensor = _PlainLinear.apply(inputs, weight, bias)
+    return output
+
+
+class _PlainLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(inputs)
+        ctx.parameter = weight  # unpacked, it would lack the attributes that DDP has set
+        return F.linear(inputs, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (inputs,), weight = ctx.saved_tensors, ctx.parameter
+        of_inputs, of_weight, of_bias = ctx.needs_input_grad
+        flat = gradient.flatten(0, -2)
+        return (
+            gradient @ weight if of_inputs else None,
+            weight_gradient(weight, flat, inputs.flatten(0, -2)) if of_weight else None,
+            flat.sum(0) if of_bias else None,
+        )
 
 
 def accumulate_in_products() -> None:

@@ -34,26 +34,22 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import (
-    Qwen3VLVisionAttention,
-    Qwen3VLVisionBlock,
     Qwen3VLVisionModel,
     Qwen3VLVisionRotaryEmbedding,
 )
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.memory_labels import label_module
-from mcore_qwen3vl.model.decoder.attention import rotate, rotate_fused
 from mcore_qwen3vl.model.inputs import (
     PER_PATCH,
     VisualInputs,
     interpolation_arguments,
     to_device,
 )
-from mcore_qwen3vl.model.recompute import recomputing, remember_outputs_of
+from mcore_qwen3vl.model.vision_block import Linear, adapt_block
 
 label_module(__file__, "vision tower")
 
@@ -67,7 +63,7 @@ class VisionTower(Qwen3VLVisionModel):
         group: the TP x CP process group, over whose ranks the frames are divided; None for a
             single rank.
         recompute: whether to keep only each block's input, and recompute the block in the backward
-            pass. If not, only cheap outputs are recomputed, see :func:`make_lean`.
+            pass. If not, only cheap outputs are recomputed, see :func:`.adapt_block`.
         fused_rotary: whether to rotate queries and keys with Transformer Engine's kernel.
     """
 
@@ -91,12 +87,12 @@ class VisionTower(Qwen3VLVisionModel):
         sum_over_tp, mean_over_tp = "sequence_parallel", "average_gradients_across_tp_domain"
         for parameter in self.parameters():
             setattr(parameter, sum_over_tp if config.sequence_parallel else mean_over_tp, True)
+        for module in self.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = Linear
         for block in self.blocks:
-            attention: Any = block.attn
-            attention.__class__, attention.fused = FrameAttention, fused_rotary
-            if not recompute:
-                make_lean(block)
-            else:
+            adapt_block(block, lean=not recompute, fused_rotary=fused_rotary)
+            if recompute:
                 block.gradient_checkpointing = True
                 block._gradient_checkpointing_func = partial(
                     checkpoint, use_reentrant=False, preserve_rng_state=False
@@ -192,24 +188,6 @@ class _PatchProjection(nn.Module):
         return F.linear(patches.flatten(1), self.weight.flatten(1), self.bias)
 
 
-def make_lean(block: nn.Module) -> None:
-    """Let a ``Qwen3VLVisionBlock`` recompute the outputs of norms and activation functions.
-
-    It is changed in place. This saves six of the vectors of hidden size that a block would keep for
-    each patch.
-    """
-    block.__class__ = _LeanBlock
-    for name in ("norm1", "norm2", "mlp.act_fn"):
-        remember_outputs_of(block.get_submodule(name))
-
-
-class _LeanBlock(Qwen3VLVisionBlock):
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        with recomputing():
-            output: Tensor = super().forward(*args, **kwargs)
-        return output
-
-
 class RotaryEmbedding(Qwen3VLVisionRotaryEmbedding):
     """HF's, with frequencies that stay float32 when Megatron casts the model to half precision."""
 
@@ -229,62 +207,6 @@ class RotaryEmbedding(Qwen3VLVisionRotaryEmbedding):
             exact = Qwen3VLVisionRotaryEmbedding(self._argument).inv_freq
         self.inv_freq = nn.Buffer(exact.to(self.inv_freq.device), persistent=False)
         return self
-
-
-class FrameAttention(Qwen3VLVisionAttention):
-    """HF's attention, with one rotary embedding for queries and keys that keeps no inputs."""
-
-    fused = False
-    """Whether to rotate with Transformer Engine's kernel."""
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *,
-        position_embeddings: tuple[Tensor, Tensor],
-        cu_seqlens: Tensor,
-        frame_patches: tuple[int, ...],
-        **_: Any,
-    ) -> Tensor:
-        """Attend within each frame: (P, hidden) -> (P, hidden).
-
-        Args:
-            position_embeddings: cosines and sines, (P, head_dim) float32.
-            cu_seqlens: (F + 1,) int32 boundaries of the frames.
-            frame_patches: number of patches in each of F frames.
-        """
-        qkv = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1)
-        pair, value = qkv.split((2, 1), dim=1)
-        cos, sin = position_embeddings
-        if self.fused:
-            if not hasattr(cos, "angles"):  # once for all blocks
-                cos.angles = torch.atan2(sin, cos)[:, None, None]  # type: ignore[attr-defined]
-            turned = rotate_fused(pair, cos.angles)  # type: ignore[attr-defined]
-        else:  # in float32, as HF does
-            half = cos.shape[-1] // 2
-            turned = rotate(pair, cos[:, None, None, :half], sin[:, None, None, :half])
-        query, key = turned.unbind(1)
-        # A copy, because a view of `qkv` would keep all of it for the backward pass.
-        value = value.squeeze(1).contiguous()
-        return self.proj(attend(query, key, value, cu_seqlens, frame_patches).flatten(1))
-
-
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, frame_patches: tuple[int, ...]
-) -> Tensor:
-    """Compute full attention within each frame: (P, heads, head_dim) each, scaled as usual.
-
-    Uses the variable-length kernel where it exists (CUDA, half precision), otherwise SDPA frame by
-    frame, with lengths that are known on the host. The frames are those of :class:`FrameAttention`.
-    """
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-        longest = max(frame_patches)
-        attended = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest)
-        assert isinstance(attended, Tensor)  # no auxiliary output was asked for
-        return attended
-    tensors = (t.transpose(0, 1).split(frame_patches, dim=1) for t in (query, key, value))
-    parts = [F.scaled_dot_product_attention(*frame) for frame in zip(*tensors, strict=True)]
-    return torch.cat(parts, dim=1).transpose(0, 1)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Pointwise functions are compiled only when asked for, and give the same results."""
+"""Pointwise functions are compiled only if asked for; weight gradients reach the buffer of DDP."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mcore_qwen3vl.model import kernels
 from mcore_qwen3vl.model.decoder.attention import rotate
@@ -31,6 +31,30 @@ def test_as_it_is_written_unless_asked_for() -> None:
     assert x.grad.tolist() == [3, 3, 3]
     assert calls[0] is x
     assert not Pointwise.everywhere
+
+
+@pytest.mark.parametrize("is_accumulated", [True, False])
+def test_a_linear_adds_its_weights_gradient_to_the_buffer(is_accumulated: bool) -> None:
+    torch.manual_seed(1)
+    made, plain = (nn.Linear(5, 3).double() for _ in range(2))
+    plain.load_state_dict(made.state_dict())
+    if is_accumulated:
+        made.weight.main_grad = torch.ones(3, 5, dtype=torch.float64)
+        made.weight.grad_added_to_main_grad = False
+    inputs = torch.randn(2, 7, 5, dtype=torch.float64)
+    gradients = []
+    for module in (lambda x: kernels.linear(x, made.weight, made.bias), plain):
+        x = inputs.clone().requires_grad_()
+        output = module(x)
+        output.sin().sum().backward()
+        gradients.append([output.detach(), x.grad])
+    found = made.weight.main_grad - 1 if is_accumulated else made.weight.grad
+    assert made.weight.grad is not None  # its arrival is what DDP waits for
+    assert getattr(made.weight, "grad_added_to_main_grad", False) == is_accumulated
+    gradients[0] += [found, made.bias.grad]
+    gradients[1] += [plain.weight.grad, plain.bias.grad]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def _results() -> list[Tensor]:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from dataclasses import asdict, replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionBlock, Qwen3VLVisionModel
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeVisionConfig
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeVisionModel
 
@@ -23,7 +19,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.decoder.layer import add_to_rows
 from mcore_qwen3vl.model.inputs import PixelScale, VisualInputs, visual_inputs
 from mcore_qwen3vl.model.qwen3vl import fuse, plan_fusion
-from mcore_qwen3vl.model.vision import VisionTower, assign_frames, make_lean, share_frames
+from mcore_qwen3vl.model.vision import VisionTower, assign_frames, share_frames
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from tests.model.visual_batches import ARCHITECTURE, DTYPE, SEQ, batch, exact_rotary, vision_weights
 
@@ -144,51 +140,6 @@ def test_forward_and_backward_read_nothing_from_the_device(visual, batch_size, r
     hidden = add_to_rows(hidden, plan.select(deepstack_features[0]), plan.destination)
     hidden.sum().backward()
     assert all(p.grad is not None and p.grad.is_meta for p in model.blocks.parameters())
-
-
-PATCHES, HIDDEN, INNER = 10, 24, 52
-
-
-def block() -> Any:
-    config = Qwen3VLVisionConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_heads=3, depth=1)
-    config._attn_implementation = "eager"
-    made = Qwen3VLVisionBlock(config)
-    torch.manual_seed(1)
-    for parameter in made.parameters():
-        nn.init.normal_(parameter, 0.4, 0.3)
-    return made
-
-
-def run(model: Any, x: Tensor) -> tuple[Tensor, list[Tensor], list[bool]]:
-    """Return the output, all gradients, and whether each norm's and activation's output is kept."""
-    made: list[StorageWeakRef] = []
-    for name in ("norm1", "norm2", "mlp.act_fn"):
-        model.get_submodule(name).register_forward_hook(
-            lambda module, inputs, output: made.append(StorageWeakRef(output.untyped_storage()))
-        )
-    x = x.clone().requires_grad_()
-    angles = torch.randn(PATCHES, HIDDEN // 3, generator=torch.Generator().manual_seed(2))
-    out = model(
-        x,
-        cu_seqlens=torch.tensor([0, 4, PATCHES], dtype=torch.int32),
-        position_embeddings=(angles.cos(), angles.sin()),
-    )
-    kept = [not storage.expired() for storage in made]
-    out.square().sum().backward()
-    assert x.grad is not None
-    return out.detach(), [x.grad, *(p.grad for p in model.parameters())], kept
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lean_blocks_give_the_same_bits_out_of_less_memory(dtype: torch.dtype) -> None:
-    plain = block().to(dtype)
-    lean = copy.deepcopy(plain)
-    make_lean(lean)
-    x = torch.randn(PATCHES, HIDDEN, generator=torch.Generator().manual_seed(3)).to(dtype)
-    (out, gradients, kept), (same, also, less) = run(plain, x), run(lean, x)
-    assert torch.equal(out, same)
-    assert all(torch.equal(a, b) for a, b in zip(gradients, also, strict=True))
-    assert (kept, less) == ([True] * 3, [False] * 3)
 
 
 MERGE_UNIT = 4

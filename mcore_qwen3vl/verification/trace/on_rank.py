@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -269,7 +269,9 @@ def _tower_hooks(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Trac
             continue
         module = chunk.visual.get_submodule(point.module.removeprefix(f"{VISUAL}."))
         wide = 2 if point.name.endswith("pos_embed") else 1
-        yield TracedTensor(module, point.rows, (ColumnMap(point.name),), pick=point.pick, wide=wide)
+        traced = TracedTensor(module, point.rows, (ColumnMap(point.name),), wide=wide)
+        # A norm may return a residual too, where Hugging Face's returns its output alone.
+        yield traced if isinstance(module, nn.LayerNorm) else replace(traced, pick=point.pick)
 
 
 def _linear_and_norm_hooks(chunk: Qwen3VLModel) -> Iterator[TracedTensor]:
