@@ -305,7 +305,7 @@ _LOOKUPS = {"gather", "index", "index_select", "embedding"}
 """Operators that read as much of their first tensor as they give."""
 _ADDITIONS = {"scatter_", "scatter_add_", "index_add_", "index_copy_", "index_put_"}
 """Operators that change as much of their first tensor as their last one holds."""
-_OVERWRITING = {"zero_", "fill_", "copy_"}
+_OVERWRITING = {"zero_", "fill_", "copy_", "_foreach_copy_"}
 """Operators that do not read their first tensor."""
 
 

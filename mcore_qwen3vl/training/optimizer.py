@@ -2,23 +2,26 @@
 
 mcore's own fallbacks for the kernels of Transformer Engine and Apex take a host sync per tensor
 (the norm), or a launch and a temporary per tensor (clipping). torch's default Adam takes
-temporaries of the parameters' size. torch has kernels over lists of tensors for all three.
+temporaries of the parameters' size. Updated weights go to the model one tensor at a time. torch has
+kernels over lists of tensors for all four.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.freeze import PARTS, part_of
@@ -167,6 +170,59 @@ def multi_tensor_scale(
     if any(a is not b for a, b in zip(source, target, strict=True)):
         torch._foreach_copy_(target, source)
     torch._foreach_mul_(target, factor.reshape(()) if isinstance(factor, Tensor) else factor)
+
+
+def copy_weights_together(optimizer: Any) -> None:
+    """Let the distributed optimizer copy the updated weights to the model's in one call."""
+    for part in chained_optimizers(optimizer):
+        # Those that are quantized are not copied.
+        plain = isinstance(part, DistributedOptimizer) and not (
+            part.ddp_config.fp8_param_gather or part.ddp_config.fp4_param_gather
+        )
+        if plain and not part.ddp_config.use_megatron_fsdp:
+            part._copy_main_params_to_model_params = RepeatedCopies(
+                part._copy_main_params_to_model_params
+            )
+
+
+class RepeatedCopies:
+    """A function that copies between the same tensors at each call, and does nothing else.
+
+    The first call runs `function`, and notes what it copies. The later ones copy that again, with
+    one call for all tensors of a pair of dtypes.
+    """
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+        self._targets_and_sources: list[tuple[list[Tensor], list[Tensor]]] | None = None
+
+    def __call__(self) -> None:
+        if self._targets_and_sources is None:
+            noting = _NotingCopies()
+            with noting:
+                self._function()
+            self._targets_and_sources = list(noting.by_dtypes.values())
+            return
+        for targets, sources in self._targets_and_sources:
+            torch._foreach_copy_(targets, sources)
+
+
+class _NotingCopies(TorchFunctionMode):
+    """Notes the targets and sources of all calls of ``copy_``, by their dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_dtypes: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.copy_:
+            target, source = args
+            targets, sources = self.by_dtypes.setdefault((target.dtype, source.dtype), ([], []))
+            targets.append(target)
+            sources.append(source)
+        return func(*args, **(kwargs or {}))
 
 
 def use_fused_adam(optimizer: Any) -> None:

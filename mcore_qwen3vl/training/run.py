@@ -387,6 +387,7 @@ class Run:
         optimizer_state.accept_other_chains(optimizer)
         optimizer_state.keep_own_groups(optimizer)
         ours.keep_scale_on_host(optimizer)
+        ours.copy_weights_together(optimizer)
         second = self.second.chunks if self.second else []
         self.observer.begin(Built(bound["model_chunks"], optimizer, second, self.data.trained))
         return optimizer

@@ -66,8 +66,8 @@ BEGIN = (
                 "get_megatron_optimizer",
                 _LOOP,
                 "Builds the second model first, and adds the parts' own learning rates. Makes "
-                "torch's Adam fused and resumable, saves the state in each rank's own part, and "
-                "keeps the loss scale on the host.",
+                "torch's Adam fused and resumable, saves the state in each rank's own part, keeps "
+                "the loss scale on the host, and copies updated weights to the model together.",
             ),
             WrappedFunction(
                 "get_optimizer_param_scheduler",

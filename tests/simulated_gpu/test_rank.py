@@ -91,6 +91,9 @@ def test_what_is_overwritten_or_expanded_counts_once() -> None:
     with each_launches() as work:
         a.copy_(b)
     assert work.counts == {BYTES: 4 * (15 + 3)}
+    with each_launches() as work:
+        torch._foreach_copy_([a, a], [b, b])
+    assert work.counts == {BYTES: 2 * 4 * (15 + 3)}
 
 
 def test_what_would_be_compiled_counts_as_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,3 +80,30 @@ def test_adam_on_the_cpu_is_fused_and_the_same() -> None:
             adam.step()
         results.append([parameter.detach() for parameter in parameters])
     torch.testing.assert_close(results[1], results[0])
+
+
+def test_weights_are_copied_again_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, frozen = torch.zeros(6, dtype=torch.bfloat16), torch.zeros(2)
+    mains = [torch.nn.Parameter(torch.full((size,), 1.0)) for size in (4, 2, 2)]
+    targets = [weights[:4], weights[4:], frozen]
+
+    def copy() -> None:
+        for target, main in zip(targets, mains, strict=True):
+            target.data.copy_(main)
+
+    calls: list[int] = []
+    together = torch._foreach_copy_
+
+    def counted(targets: list[Tensor], sources: list[Tensor]) -> None:
+        calls.append(len(targets))
+        together(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counted)
+    copies = optimizer.RepeatedCopies(copy)
+    with torch.no_grad():
+        for value in (1.0, 2.0, 3.0):
+            for main in mains:
+                main.fill_(value)
+            copies()
+            assert torch.cat([weights.float(), frozen]).tolist() == [value] * 8
+    assert calls == [2, 1] * 2  # by dtype, from the second call on
