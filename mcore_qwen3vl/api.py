@@ -43,7 +43,7 @@ from mcore_qwen3vl.runtime.launch import initialize
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.data.encoding.batch import Batch
-    from mcore_qwen3vl.generation import Generation, Stream
+    from mcore_qwen3vl.generation.generate import Generation, Stream
     from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
     from mcore_qwen3vl.model.transformer_config import Spec
     from mcore_qwen3vl.scoring.records import Tally
@@ -394,11 +394,13 @@ def generate(
             too long.
     """
     chunk = _model_of(model)
-    from mcore_qwen3vl import generation
+    from mcore_qwen3vl.generation.generate import generate as answer
+    from mcore_qwen3vl.generation.prompts import render_prompt
+    from mcore_qwen3vl.generation.sampling import load_generation_config
 
     def prompt_of(one: Any) -> Any:
         if isinstance(one, Mapping) and "messages" in one:
-            return generation.render_prompt(
+            return render_prompt(
                 _as_in_data_sets(one), processor, chat_template_kwargs=chat_template_kwargs
             )
         if isinstance(one, str | Mapping) or not isinstance(one, Sequence):
@@ -410,7 +412,7 @@ def generate(
 
     prompts = [prompt_of(one) for one in conversations]
     folder = _FOLDERS.get(chunk)
-    return generation.generate(
+    return answer(
         chunk,
         processor,
         prompts,
@@ -421,7 +423,7 @@ def generate(
         seed=seed,
         stream=stream,
         chat_template_kwargs=chat_template_kwargs,
-        generation_config=None if folder is None else generation.load_generation_config(folder),
+        generation_config=None if folder is None else load_generation_config(folder),
     )
 
 

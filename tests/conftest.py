@@ -123,7 +123,7 @@ ON_WORKBENCH = (
     "mcore_qwen3vl.training.model",
     "mcore_qwen3vl.training.data_provider",
     "mcore_qwen3vl.training.checkpoints.run_checkpoints",
-    "mcore_qwen3vl.generation",
+    "mcore_qwen3vl.generation.generate",
     "mcore_qwen3vl.model.vision",
     "megatron.training.training",
 )

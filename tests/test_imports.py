@@ -271,7 +271,7 @@ def test_training_imports_neither_the_videos_decoder_nor_transformer_engine(tmp_
         "from mcore_qwen3vl.runtime import cpu; cpu.install()\n"
         "assert 'torch._dynamo' not in sys.modules, 'it loads the compiler, which takes seconds'\n"
         "import mcore_qwen3vl.data.inspection, mcore_qwen3vl.data.loader\n"
-        "import mcore_qwen3vl.generation\n"
+        "import mcore_qwen3vl.generation.generate\n"
         "import megatron.core.optimizer, megatron.core.transformer.moe.moe_utils\n"
         "from megatron.core.extensions.transformer_engine import HAVE_TE; print(HAVE_TE)"
     )

@@ -83,7 +83,7 @@ def test_a_record_has_what_ranks_and_commands_run(
         ("mcore_qwen3vl/model/lora.py", ["tests/model/test_lora.py",
                                          "tests/model/test_lora_checkpoint.py"]),
         ("mcore_qwen3vl/training/__main__.py", ["tests/training/test_main.py"]),
-        ("mcore_qwen3vl/generation.py", ["tests/generation"]),
+        ("mcore_qwen3vl/generation/__init__.py", ["tests/generation"]),
         ("mcore_qwen3vl/errors.py", []),
     ],
 )  # fmt: skip

@@ -122,12 +122,8 @@ def generate(
             raise BadInput(f"{kind} {reference!r}: no such file.")
     start = time.monotonic()  # a small model takes most of its time for the imports
     quiet_and_choose_backend(cpu)
-    from mcore_qwen3vl.generation import (
-        GenerationRequest,
-        generate_on_all_ranks,
-        render_prompt,
-        user_turns,
-    )
+    from mcore_qwen3vl.generation.generate import GenerationRequest, generate_on_all_ranks
+    from mcore_qwen3vl.generation.prompts import render_prompt, user_turns
 
     streams = len(prompt) < 2 and not json
     conversations: Sequence[Any] = user_turns(prompt, image or [], videos)

@@ -17,7 +17,8 @@ from transformers.video_utils import VideoMetadata
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.live import load_hf
-from mcore_qwen3vl.generation import Generation, generate, load_generation_config
+from mcore_qwen3vl.generation.generate import Generation, generate
+from mcore_qwen3vl.generation.sampling import load_generation_config
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks
 from mcore_qwen3vl.runtime.launch import initialize, run_layout

@@ -11,7 +11,7 @@ from mcore_qwen3vl.runtime import cpu
 cpu.install()
 
 from mcore_qwen3vl.console import quiet_libraries  # noqa: E402
-from mcore_qwen3vl.generation import Generation  # noqa: E402
+from mcore_qwen3vl.generation.generate import Generation  # noqa: E402
 from mcore_qwen3vl.layout import Layout  # noqa: E402
 from mcore_qwen3vl.verification.figures import write_figures  # noqa: E402
 from tests.generation.cases import KINDS, LAYOUTS, answer, conversations, expected  # noqa: E402

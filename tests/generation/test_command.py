@@ -19,7 +19,8 @@ from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.converters.live import load_hf
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.generation import CachedModel, inference, prompts_from_inputs
+from mcore_qwen3vl.generation.generate import CachedModel, inference
+from mcore_qwen3vl.generation.prompts import prompts_from_inputs
 from mcore_qwen3vl.inference import hf_folder_of
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.qwen3vl import build_chunks

@@ -1,4 +1,4 @@
-"""Stop tokens, streaming, sampling, adapters, the cost of a step, and the rules of the cache."""
+"""Stop tokens, streaming, adapters, the cost of a step, and the rules of the cache."""
 
 from __future__ import annotations
 
@@ -6,25 +6,22 @@ import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from megatron.core.inference.contexts import StaticInferenceContext
-from transformers import AutoProcessor, GenerationConfig
+from transformers import GenerationConfig
 
-from mcore_qwen3vl import generation
 from mcore_qwen3vl.converters.adapters.merge import merge
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.generation import (
+from mcore_qwen3vl.generation import generate as generate_module
+from mcore_qwen3vl.generation import prompts
+from mcore_qwen3vl.generation.generate import (
     CachedModel,
     GenerationRequest,
-    Sampler,
     generate,
     generate_on_all_ranks,
-    stop_tokens,
 )
 from mcore_qwen3vl.inference import read_adapter_for
 from mcore_qwen3vl.layout import Layout
@@ -37,8 +34,6 @@ from tests.generation.cases import (
     checkpoint,
     conversations,
     expected,
-    hugging_face_inputs,
-    hugging_face_model,
     load,
     user,
 )
@@ -81,21 +76,6 @@ def test_stops_and_streams() -> None:
         assert got.finish_reason == ("length" if end is None else "stop")
 
 
-def test_draws_equal_hugging_face_with_the_same_seed() -> None:
-    options = {"temperature": 1.3, "top_p": 0.9, "top_k": 40}
-    conversation = conversations("image")[0]
-    inputs = hugging_face_inputs(AutoProcessor.from_pretrained(checkpoint("dense")), conversation)
-    torch.manual_seed(7)
-    out = hugging_face_model("dense").generate(
-        **inputs, do_sample=True, max_new_tokens=NEW_TOKENS, **options
-    )
-    want = out[0, inputs["input_ids"].shape[1] :].tolist()
-    for layout in (Layout(), Layout(tp=2, sp=True)):
-        for rank in answer("dense", [[conversation]], layout, seed=7, **options):
-            assert rank[0][0].token_ids == want
-    assert want != expected("dense", "image").tokens[0]
-
-
 def test_images_are_encoded_once_and_each_step_takes_one_token() -> None:
     def work() -> Any:
         model, processor = load(checkpoint("dense"), Layout())
@@ -136,40 +116,6 @@ def test_the_model_is_afterwards_as_it_was() -> None:
         assert before["config", "sequence_parallel"]
         # Megatron's main branch adds a flag to each layer in its first forward.
         assert [flag for flag, value in before.items() if after.get(flag) is not value] == []
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"temperature": -1.0}, "temperature"),
-        ({"temperature": 1.0, "top_p": 0.0}, "top_p"),
-        ({"temperature": 1.0, "top_k": -1}, "top_k"),
-        ({"top_p": 0.5}, "set a temperature"),
-    ],
-)
-def test_sampling_values_out_of_range(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        Sampler(GenerationConfig(), **options)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"temperature": -1.0},
-        {"temperature": "0.7"},
-        {"top_p": 2.0},
-        {"top_k": -1},
-        {"repetition_penalty": -1.0},
-    ],
-)
-def test_a_generation_config_that_cannot_be_used_is_refused(given: dict[str, Any]) -> None:
-    config = GenerationConfig(do_sample=True)
-    vars(config).update(given)
-    with pytest.raises(BadInput, match=r"generation_config\.json cannot be used: "):
-        Sampler(config)
-    vars(config).update(eos_token_id=["end"])
-    with pytest.raises(BadInput, match=r"eos_token_id of generation_config\.json is \['end'\]"):
-        stop_tokens(config, SimpleNamespace(eos_token_id=None))
 
 
 @pytest.mark.parametrize(
@@ -247,13 +193,13 @@ def equal(kind: str, layout: str = "single") -> list[bool]:
 
 
 def with_next_position(monkeypatch: Any, change: Any) -> None:
-    made = generation.prompts_from_inputs
+    made = prompts.prompts_from_inputs
 
     def changed(*arguments: Any) -> Any:
         right = made(*arguments)
         return replace(right, next_position=change(right))
 
-    monkeypatch.setattr(generation, "prompts_from_inputs", changed)
+    monkeypatch.setattr(prompts, "prompts_from_inputs", changed)
 
 
 def test_no_rope_delta(monkeypatch: Any) -> None:
@@ -282,7 +228,7 @@ def test_padding_that_is_attended(monkeypatch: Any) -> None:
 
 def test_sequence_parallelism_left_on(monkeypatch: Any) -> None:
     """One token cannot be divided over TP, and the model says so."""
-    monkeypatch.setattr(generation, "_without_sequence_parallel", lambda model: nullcontext())
+    monkeypatch.setattr(generate_module, "_without_sequence_parallel", lambda model: nullcontext())
     with pytest.raises(BadInput, match="cuts the 1 tokens of each CP rank"):
         equal("image", "tp2+sp")
 

@@ -18,8 +18,8 @@ from mcore_qwen3vl.config import read_config_file
 from mcore_qwen3vl.converters.adapters.adapter import convert_adapter
 from mcore_qwen3vl.converters.adapters.merge import merge
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.generation import GenerationRequest as Asked
-from mcore_qwen3vl.generation import generate_on_all_ranks as generate
+from mcore_qwen3vl.generation.generate import GenerationRequest as Asked
+from mcore_qwen3vl.generation.generate import generate_on_all_ranks as generate
 from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.scoring.score import ScoreRequest, score
 from mcore_qwen3vl.tiny.records import write_image_qa

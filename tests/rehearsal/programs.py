@@ -39,7 +39,8 @@ def verify_parity(checkpoint: Path) -> dict[str, int]:
 
 def generate(checkpoint: Path, under_torchrun: bool) -> list[int]:
     """Return how many tokens each answer has."""
-    from mcore_qwen3vl.generation import GenerationRequest, generate_on_all_ranks, user_turns
+    from mcore_qwen3vl.generation.generate import GenerationRequest, generate_on_all_ranks
+    from mcore_qwen3vl.generation.prompts import user_turns
 
     if not under_torchrun:
         _without_torchrun()

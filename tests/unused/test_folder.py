@@ -24,7 +24,7 @@ from transformers import (
 from mcore_qwen3vl.converters.adapters.adapter import unused_of_adapter
 from mcore_qwen3vl.converters.adapters.config import _FIELDS, _OTHERS, AdapterConfig
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.generation import load_generation_config
+from mcore_qwen3vl.generation.sampling import load_generation_config
 from mcore_qwen3vl.losses.embedding import require_last_token_pooling
 from mcore_qwen3vl.scoring.score import ScoreRequest, score
 from mcore_qwen3vl.tiny import YARN, tiny_config

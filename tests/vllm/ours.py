@@ -9,8 +9,9 @@ from typing import Any
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import load_processor
-from mcore_qwen3vl.generation import Generation, encode_prompts, generate_on_all_ranks
-from mcore_qwen3vl.generation import GenerationRequest as Asked
+from mcore_qwen3vl.generation.generate import Generation, generate_on_all_ranks
+from mcore_qwen3vl.generation.generate import GenerationRequest as Asked
+from mcore_qwen3vl.generation.prompts import encode_prompts
 from mcore_qwen3vl.scoring.score import ScoreRequest, score
 from tests.vllm.conftest import Prompts
 from tests.vllm.engine import NEW_TOKENS

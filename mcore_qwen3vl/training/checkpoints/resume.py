@@ -304,7 +304,7 @@ def _move_away(folder: Path, wanted: Path) -> None:
 def changed_files(settings: Settings) -> dict[str, bytes]:
     """Return what a run writes otherwise than ``--hf-model`` has it, by file name."""
     # Imports megatron, and this module is imported before the CPU's backend is there.
-    from mcore_qwen3vl.generation import config_with_turn_end
+    from mcore_qwen3vl.generation.sampling import config_with_turn_end
 
     source = settings.model.folder
     # A model that is trained on turns stops at their end.

@@ -262,7 +262,7 @@ def _writes_text(settings: Settings, a: Architecture) -> str:
         writes.append(f"the processor beside them has {', '.join(budgets)}{of_adapter}")
     # A config alone is a shape.
     if (save or model.save_hf) and settings.loss.flag != "--task" and model.folder.is_dir():
-        from mcore_qwen3vl.generation import unlisted_turn_end  # imports megatron
+        from mcore_qwen3vl.generation.sampling import unlisted_turn_end
 
         if end := unlisted_turn_end(model.folder):
             # An adapter has no such file, and an export has it only if the model does.

@@ -18,7 +18,7 @@ from mcore_qwen3vl.data.datasets import CrudeSamples
 from mcore_qwen3vl.data.processor import load_processor, require_fitting
 from mcore_qwen3vl.data.records.reading import BadSample, Reading
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.generation import load_generation_config
+from mcore_qwen3vl.generation.sampling import load_generation_config
 from mcore_qwen3vl.inference import CheckedModel, ModelRequest, hf_folder_of, on_all_ranks
 from mcore_qwen3vl.model.inputs import length_multiple
 from mcore_qwen3vl.unused.fields import Unused

@@ -266,7 +266,7 @@ def from_prompt(
     Args:
         checkpoint: Hugging Face checkpoint directory with tokenizer and processor.
         prompt: the user's text after the images and videos, or around their tags; see
-            :func:`mcore_qwen3vl.generation.user_turns`.
+            :func:`mcore_qwen3vl.generation.prompts.user_turns`.
         multiple: number that the layout requires the length to be a multiple of; the prompt is
             padded on the right. See :func:`mcore_qwen3vl.model.inputs.length_multiple`.
 
@@ -275,7 +275,7 @@ def from_prompt(
     """
     # Imported here, because megatron must not be imported before the CPU backend is installed.
     from mcore_qwen3vl.data import load_processor
-    from mcore_qwen3vl.generation import process_conversations, user_turns
+    from mcore_qwen3vl.generation.prompts import process_conversations, user_turns
 
     processor = load_processor(checkpoint)
     inputs = process_conversations(processor, user_turns([prompt], images, videos))

@@ -10,7 +10,7 @@ import pytest
 
 from mcore_qwen3vl.data import load_processor
 from mcore_qwen3vl.data.records.reading import BadSample, Reading
-from mcore_qwen3vl.generation import process_conversations
+from mcore_qwen3vl.generation.prompts import process_conversations
 from mcore_qwen3vl.tiny import read_vocabulary, tiny_config, write_processor
 from tests.data.encoding.test_planning import planned
 from tests.data.records.published_templates import INSTRUCT, THINKING

@@ -11,7 +11,7 @@ import torch
 
 from mcore_qwen3vl.data import load_processor
 from mcore_qwen3vl.data.records.media import MediaFolder
-from mcore_qwen3vl.generation import process_conversations, render_prompt
+from mcore_qwen3vl.generation.prompts import process_conversations, render_prompt
 from tests.command import exit_code
 from tests.generation.cases import picture
 
