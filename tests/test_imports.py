@@ -66,6 +66,7 @@ ORDER = (
     "data.processor",
     "data.readers",
     "data.datasets",
+    "data.order",
     "data.scores",
     "data.encoding",
     "data",

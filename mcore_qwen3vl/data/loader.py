@@ -41,22 +41,19 @@ from torch.utils.data import get_worker_info
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import counted, print_unused
 from mcore_qwen3vl.data.config import DataConfig, Source
-from mcore_qwen3vl.data.datasets import (
+from mcore_qwen3vl.data.datasets import Part, are_numbered, load_sources, unread_of
+from mcore_qwen3vl.data.encoding.balanced import BalancedTaskEncoder, SharedPacking
+from mcore_qwen3vl.data.encoding.batch import Batch
+from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder
+from mcore_qwen3vl.data.order import (
     Blocks,
     Order,
-    Part,
     Stream,
-    are_numbered,
-    load_sources,
     order_of,
     position_after,
     require_epochs,
     states_of,
-    unread_of,
 )
-from mcore_qwen3vl.data.encoding.balanced import BalancedTaskEncoder, SharedPacking
-from mcore_qwen3vl.data.encoding.batch import Batch
-from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.machine import usable_cores
 from mcore_qwen3vl.model.flops import ALL, Trained

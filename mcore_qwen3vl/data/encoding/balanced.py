@@ -44,12 +44,13 @@ from megatron.energon.wrappers.map_dataset import MapDataset
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, Source
-from mcore_qwen3vl.data.datasets import ABSENT, SOURCE, Order, Part
+from mcore_qwen3vl.data.datasets import SOURCE, Part
 from mcore_qwen3vl.data.encoding.division import Division, divide
 from mcore_qwen3vl.data.encoding.encoder import PlannedRecord, Qwen3VLTaskEncoder
 from mcore_qwen3vl.data.encoding.guard import IF_TOO_LONG, unusable_error
 from mcore_qwen3vl.data.encoding.packing import EpochOf, EpochPacking
 from mcore_qwen3vl.data.encoding.planning import Plan
+from mcore_qwen3vl.data.order import ABSENT, Order
 from mcore_qwen3vl.data.readers import cache_of, crude_sample, fingerprint, origin, sample_id
 from mcore_qwen3vl.data.records.media import Media
 from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of

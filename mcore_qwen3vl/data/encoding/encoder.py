@@ -32,7 +32,7 @@ from megatron.energon.wrappers.map_dataset import MapDataset
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, Source, names_to_log
-from mcore_qwen3vl.data.datasets import Block, Part, Stream
+from mcore_qwen3vl.data.datasets import Part
 from mcore_qwen3vl.data.encoding.batch import (
     Batch,
     Batcher,
@@ -47,6 +47,7 @@ from mcore_qwen3vl.data.encoding.planning import (
     spare_plan,
 )
 from mcore_qwen3vl.data.encoding.preparation import Preparation, RawSample
+from mcore_qwen3vl.data.order import Block, Stream
 from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.readers import number_of, sample_id
 from mcore_qwen3vl.data.scores import References, Top, join_tops, teachers_of

@@ -284,7 +284,7 @@ def a_run_leaves_a_file(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def bad_records_are_replaced_by_others(patch: pytest.MonkeyPatch) -> None:
-    from mcore_qwen3vl.data.datasets import Order
+    from mcore_qwen3vl.data.order import Order
 
     around(
         patch, Order, "__getitem__",
@@ -332,7 +332,7 @@ def ranks_of_cp_hold_each_others_tokens(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def a_rank_reads_the_records_of_the_first(patch: pytest.MonkeyPatch) -> None:
-    from mcore_qwen3vl.data.datasets import Blocks
+    from mcore_qwen3vl.data.order import Blocks
 
     def of_the_first(original: Any, self: Any, key: Any) -> Any:
         size = self.worker_config.world_size
@@ -343,7 +343,7 @@ def a_rank_reads_the_records_of_the_first(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def an_epoch_is_drawn_with_replacement(patch: pytest.MonkeyPatch) -> None:
-    from mcore_qwen3vl.data.datasets import Order
+    from mcore_qwen3vl.data.order import Order
 
     def drawn(original: Any, self: Any, part: int, epoch: int) -> Any:
         order = original(self, part, epoch)

@@ -17,7 +17,7 @@ import pytest
 
 from mcore_qwen3vl.data import DataConfig, Loader, Source, readers, redistribute
 from mcore_qwen3vl.data.config import parse_sources
-from mcore_qwen3vl.data.datasets import Order
+from mcore_qwen3vl.data.order import Order
 from mcore_qwen3vl.data.readers import TableReader
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.losses.preference import PreferenceLoss

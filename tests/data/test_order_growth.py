@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from mcore_qwen3vl.data import DataConfig, Loader, Source, redistribute
-from mcore_qwen3vl.data.datasets import Extent, Order
+from mcore_qwen3vl.data.order import Extent, Order
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import question
 from tests.data.loaders import MakeLoader
-from tests.data.test_datasets import Numbers
+from tests.data.test_order import Numbers
 from tests.turns import slow
 
 PADDED = DataConfig(seq_length=256, pad_to_longest=True, micro_batch_size=2)
