@@ -235,7 +235,7 @@ def _split_or_train(path: Path, split: str) -> str:
     return split if listed is None or listed.get(split) else "train"
 
 
-class Part(Dataset[Any]):
+class NumberedSamples(Dataset[Any]):
     """The samples of one data set that are used, by their number."""
 
     def __init__(self, factory: Any) -> None:
@@ -290,7 +290,7 @@ class CrudeSamples(ConcatDataset[Any]):
         datasets, _ = load_sources(
             sources, split=split, training=False, shuffle=False, workers=workers, trust=trust
         )
-        parts = [Part(dataset.dataset) for dataset in datasets]
+        parts = [NumberedSamples(dataset.dataset) for dataset in datasets]
         super().__init__(parts)
         self.paths = [part.path for part in parts]
         """The paths of the data sets, including those of a metadataset."""

@@ -41,7 +41,7 @@ from torch.utils.data import get_worker_info
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import counted, print_unused
 from mcore_qwen3vl.data.config import DataConfig, Source
-from mcore_qwen3vl.data.datasets import Part, are_numbered, load_sources, unread_of
+from mcore_qwen3vl.data.datasets import NumberedSamples, are_numbered, load_sources, unread_of
 from mcore_qwen3vl.data.encoding.balanced import BalancedTaskEncoder, SharedPacking
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder
@@ -507,9 +507,9 @@ class Loader(Iterator[Batch]):
             taken -= self._count_packs(here, order.start_of_epoch(epoch), packing) or 0
         return epoch
 
-    def _open_parts(self, datasets: Sequence[LoadedDataset]) -> list[Part]:
+    def _open_parts(self, datasets: Sequence[LoadedDataset]) -> list[NumberedSamples]:
         """Open the data sets for the encoder, and tell its guard how many records they have."""
-        self._encoder.parts = parts = [Part(dataset.dataset) for dataset in datasets]
+        self._encoder.parts = parts = [NumberedSamples(dataset.dataset) for dataset in datasets]
         records, per_rank = sum(map(len, parts)), max(1, self._workers.num_workers)
         share = -(-records // (self._workers.world_size * per_rank))
         self._encoder.guard.expect_records(records, share)
@@ -543,7 +543,7 @@ class Loader(Iterator[Batch]):
             datasets = encoder.measure_data_sets(datasets, usable_cores())
             encoder.require_usable()
         else:
-            encoder.parts = [Part(dataset.dataset) for dataset in as_one]
+            encoder.parts = [NumberedSamples(dataset.dataset) for dataset in as_one]
         buffer = config.buffer * (ranks if config.balance else 1)
         dataset = encoder.build_train_datasets(
             datasets=datasets,

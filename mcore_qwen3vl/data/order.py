@@ -19,7 +19,7 @@ from megatron.energon.flavors import SavableDataset
 from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
 from megatron.energon.metadataset.loader_interface import DatasetBlendMode, LoadedDataset
 
-from mcore_qwen3vl.data.datasets import Part
+from mcore_qwen3vl.data.datasets import NumberedSamples
 from mcore_qwen3vl.errors import BadInput
 
 _TURNS = 10_000  # draws of a blend by weights that are made at a time
@@ -97,7 +97,7 @@ class Order:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[NumberedSamples],
         *,
         repeats: Sequence[float] | None = None,
         weights: Sequence[float] | None = None,
@@ -307,7 +307,7 @@ class Order:
 
 def order_of(
     datasets: Sequence[LoadedDataset],
-    parts: Sequence[Part],
+    parts: Sequence[NumberedSamples],
     blend_mode: DatasetBlendMode,
     seed: int | None,
 ) -> Order:
@@ -424,7 +424,7 @@ class Stream(_Ordered):
     def __init__(
         self,
         order: Order,
-        parts: Sequence[Part],
+        parts: Sequence[NumberedSamples],
         workers: WorkerConfig,
         *,
         shared: bool,
@@ -456,7 +456,7 @@ class Stream(_Ordered):
         raw = self._parts[part].raw(number)
         return RawSampleData(__restore_key__=restore_key, data=raw.data)
 
-    def part_of(self, raw: RawSampleData) -> Part:
+    def part_of(self, raw: RawSampleData) -> NumberedSamples:
         """Return the data set of a sample; any one for a sample without data."""
         return self._parts[self._order[raw.__restore_key__[-1]][0] if raw.data else 0]
 

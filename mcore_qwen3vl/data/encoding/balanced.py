@@ -44,7 +44,7 @@ from megatron.energon.wrappers.map_dataset import MapDataset
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, Source
-from mcore_qwen3vl.data.datasets import SOURCE, Part
+from mcore_qwen3vl.data.datasets import SOURCE, NumberedSamples
 from mcore_qwen3vl.data.encoding.division import Division, divide
 from mcore_qwen3vl.data.encoding.encoder import PlannedRecord, Qwen3VLTaskEncoder
 from mcore_qwen3vl.data.encoding.guard import IF_TOO_LONG, unusable_error
@@ -578,7 +578,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
                 raise error(sample.size.reason)
         return sample
 
-    def read_and_plan(self, part: Part, raw: RawSampleData) -> Any:
+    def read_and_plan(self, part: NumberedSamples, raw: RawSampleData) -> Any:
         """Return the stub of a sample."""
         if not raw.data:
             empty = dict.fromkeys(("__key__", "__restore_key__"), "")

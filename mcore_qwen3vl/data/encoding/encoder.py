@@ -32,7 +32,7 @@ from megatron.energon.wrappers.map_dataset import MapDataset
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, Source, names_to_log
-from mcore_qwen3vl.data.datasets import Part
+from mcore_qwen3vl.data.datasets import NumberedSamples
 from mcore_qwen3vl.data.encoding.batch import (
     Batch,
     Batcher,
@@ -110,7 +110,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, PlannedRecord, Batch, Batch]):
         self.cookers = (Cooker(self.cook),)
         self._pad_id = processor.tokenizer.pad_token_id
         self._batcher = Batcher(architecture, config, self._pad_id, self.preparation.scale)
-        self.parts: Sequence[Part] = ()
+        self.parts: Sequence[NumberedSamples] = ()
         """The data sets, whose records can be read by number."""
         self._carrier: PlannedRecord | None = None
         self._tried: set[int] = set()
@@ -199,7 +199,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, PlannedRecord, Batch, Batch]):
         record: PlannedRecord = self.postencode_sample(self.read_and_plan(of, of.raw(number)))
         return record
 
-    def read_and_plan(self, part: Part, raw: RawSampleData) -> Any:
+    def read_and_plan(self, part: NumberedSamples, raw: RawSampleData) -> Any:
         """Parse and plan a sample of a data set."""
         try:
             sample = self.cook(part.crude(raw))
