@@ -21,7 +21,7 @@ from mcore_qwen3vl.converters.torch_pickle import without_checksum
 from mcore_qwen3vl.data import processor as processor_module
 from mcore_qwen3vl.data import readers
 from mcore_qwen3vl.data.config import parse_sources
-from mcore_qwen3vl.data.encoding.planning import Renderer
+from mcore_qwen3vl.data.encoding.rendering import Renderer
 from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.data.readers import TableReader, write_index
 from mcore_qwen3vl.data.records.reading import record_limit

@@ -22,10 +22,8 @@ from torch import Tensor
 from transformers import GenerationConfig, TextStreamer
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.encoding.planning import Rendered
-from mcore_qwen3vl.data.processor import (
-    load_processor,
-)
+from mcore_qwen3vl.data.encoding.rendering import Rendered
+from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation.prompts import Messages, Prompts, encode_prompts
 from mcore_qwen3vl.generation.sampling import (

@@ -18,7 +18,7 @@ from transformers.video_utils import VideoMetadata
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.encoding.batch import mrope_position_ids
-from mcore_qwen3vl.data.encoding.planning import Rendered, Renderer
+from mcore_qwen3vl.data.encoding.rendering import Rendered, Renderer
 from mcore_qwen3vl.data.processor import (
     require_fitting,
     takes_media,

@@ -19,9 +19,7 @@ from transformers.generation.logits_process import (
 from mcore_qwen3vl.config import read_config_file, text_section
 from mcore_qwen3vl.converters.hf.config_file import dumps
 from mcore_qwen3vl.converters.identify import identify
-from mcore_qwen3vl.data.processor import (
-    load_processor,
-)
+from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import read_object
 

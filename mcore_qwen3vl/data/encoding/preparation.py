@@ -13,7 +13,8 @@ from megatron.energon import CrudeSample, Sample, basic_sample_keys, edataclass
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits, Source
 from mcore_qwen3vl.data.datasets import SOURCE
 from mcore_qwen3vl.data.encoding.pixels import PixelLoader
-from mcore_qwen3vl.data.encoding.planning import Pixels, Plan, Planner, Renderer
+from mcore_qwen3vl.data.encoding.planning import Pixels, Plan, Planner
+from mcore_qwen3vl.data.encoding.rendering import Renderer
 from mcore_qwen3vl.data.readers import origin
 from mcore_qwen3vl.data.record_form import RecordForm
 from mcore_qwen3vl.data.records.media import MediaFolder

@@ -21,7 +21,7 @@ from mcore_qwen3vl.data.records.tasks import labels_in, parse_labelled, parse_pa
 from mcore_qwen3vl.data.records.video import load_frames, probe_video
 from tests.command import exit_code
 from tests.data.conftest import WriteJsonl, chat, write_png
-from tests.data.encoding.test_planning_left_out import A, Q, rendered, talk
+from tests.data.encoding.test_rendering_left_out import A, Q, rendered, talk
 
 FOLDER = MediaFolder(Path(), {})
 CONFIG = DataConfig(seq_length=4096)

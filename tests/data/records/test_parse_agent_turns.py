@@ -10,7 +10,7 @@ import pytest
 
 from mcore_qwen3vl.data.records.parse import Conversation, parse_record, records_of_turns
 from mcore_qwen3vl.data.records.reading import BadSample, Reading
-from tests.data.encoding.test_planning_left_out import A, MediaFolder, Path, Q, rendered, talk
+from tests.data.encoding.test_rendering_left_out import A, MediaFolder, Path, Q, rendered, talk
 from tests.data.records.format_examples import CALL, TEMPLATE, WEATHER
 from tests.data.records.published_templates import INSTRUCT, THINKING
 

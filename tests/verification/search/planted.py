@@ -111,10 +111,10 @@ def packs_attend_across_samples(patch: pytest.MonkeyPatch) -> None:
 
 @fault
 def end_of_turn_is_not_trained(patch: pytest.MonkeyPatch) -> None:
-    from mcore_qwen3vl.data.encoding import planning
+    from mcore_qwen3vl.data.encoding import rendering
 
     owner = next(
-        kind for kind in vars(planning).values()
+        kind for kind in vars(rendering).values()
         if isinstance(kind, type) and "_turn_bounds" in vars(kind)
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mcore_qwen3vl.data.encoding.planning import Rendered, Renderer
+from mcore_qwen3vl.data.encoding.rendering import Rendered, Renderer
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import Document, parse_record, records_of_turns
 from mcore_qwen3vl.data.records.reading import PLAIN, BadSample, Reading
