@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mcore_qwen3vl.data.config import DataConfig, MediaLimits, Source, parse_sources
     from mcore_qwen3vl.data.encoding.batch import IGNORED, Batch, Counts
-    from mcore_qwen3vl.data.loader import Loader, redistribute
+    from mcore_qwen3vl.data.loader import Loader
+    from mcore_qwen3vl.data.loader_state import redistribute
     from mcore_qwen3vl.data.processor import load_processor
 
 __all__ = [
@@ -29,7 +30,8 @@ __all__ = [
 _HOMES = {
     "config": ("DataConfig", "MediaLimits", "Source", "parse_sources"),
     "encoding.batch": ("IGNORED", "Batch", "Counts"),
-    "loader": ("Loader", "redistribute"),
+    "loader": ("Loader",),
+    "loader_state": ("redistribute",),
     "processor": ("load_processor",),
 }
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from mcore_qwen3vl.converters.identify import folder_name, numbered_iterations
 from mcore_qwen3vl.converters.megatron_checkpoint import MegatronCheckpoint
 from mcore_qwen3vl.converters.torch_dist import TorchDistCheckpoint
-from mcore_qwen3vl.data.loader import position_in
+from mcore_qwen3vl.data.loader_state import position_in
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.settings.run import ParallelSettings

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import multiprocessing
 import os
 import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -22,20 +19,17 @@ import pytest
 import torch
 from megatron.energon import savable_loader
 from torch.utils.data import get_worker_info
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from transformers import AutoTokenizer
 from transformers.models.qwen3_vl import video_processing_qwen3_vl
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor, redistribute
+from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor
 from mcore_qwen3vl.data import processor as processor_module
 from mcore_qwen3vl.data.config import parse_sources
 from mcore_qwen3vl.data.inspection import check_data
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.losses.preference import PreferenceLoss
 from mcore_qwen3vl.losses.reward import Reward
-from mcore_qwen3vl.runtime.launch import run_layout
-from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.tiny.tiny_checkpoint import TINY
 from tests.data.conftest import WriteJsonl, chat, question, write_tar
 from tests.data.loaders import PACKED, MakeLoader, lines, same
@@ -166,64 +160,6 @@ def test_state_does_not_depend_on_when_workers_noted_theirs(
         assert same(next(resumed), next(uninterrupted))
 
 
-@pytest.mark.parametrize(("old", "new"), slow(((2, 2), (4, 1)), ((2, 2), (1, 4)), ((4, 1), (2, 2))))
-def test_resume_on_another_number_of_ranks(
-    old: tuple[int, int], new: tuple[int, int], make: MakeLoader, records: Path
-) -> None:
-    """No sample is lost or repeated, though each worker packs its own part."""
-    states, seen = [], []
-    config = DataConfig(seq_length=256, packing=True, packing_buffer=1, shuffle=False)
-    for rank in range(old[0]):
-        loader = make(records, config=config, dp_rank=rank, dp_size=old[0], num_workers=old[1])
-        seen += [lines(next(loader))[0] for _ in range(12 // old[0])]
-        states.append(loader.state_dict())
-    for rank, state in enumerate(redistribute(states, new[0])):
-        assert (state["world_size"], state["num_workers"]) == new
-        loader = make(records, config=config, dp_rank=rank, dp_size=new[0], num_workers=new[1])
-        loader.load_state_dict(state)
-        seen += [lines(next(loader))[0] for _ in range(28 // new[0])]
-    assert len(seen) == len(set(seen)) == 40
-
-
-@pytest.mark.parametrize("noticed", [True, False], ids=["noticed", "not noticed yet"])
-def test_a_worker_that_is_killed_is_one_message(
-    make: MakeLoader, records: Path, noticed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is one message also if the reader first tries to fetch batches from the dead process."""
-    loader = make(records, num_workers=1)
-    next(loader)
-    (worker,) = multiprocessing.active_children()
-    if not noticed:
-        handler = "torch.utils.data._utils.signal_handling._error_if_any_worker_fails"
-        monkeypatch.setattr(handler, lambda: None)
-        monkeypatch.setattr(worker, "is_alive", lambda: True)
-        (reading,) = (
-            one
-            for one in gc.get_objects()
-            if isinstance(one, _MultiProcessingDataLoaderIter) and worker in one._workers
-        )
-        assert reading._worker_result_queue._reader.poll(60)  # it has read ahead
-    worker.kill()
-    worker.join()
-    with pytest.raises(BadInput, match=r"^A data worker died: .*lower --num-workers"):
-        list(islice(loader, 20))
-
-
-def test_states_that_do_not_fit_are_refused(make: MakeLoader, records: Path) -> None:
-    states = [
-        make(records, config=PACKED, dp_rank=rank, dp_size=2, num_workers=1).state_dict()
-        for rank in range(2)
-    ]
-    with pytest.raises(BadInput, match="rank 1 of 2 with 1 workers, but this is rank 0"):
-        make(records, config=PACKED, dp_size=2, num_workers=1).load_state_dict(states[1])
-    with pytest.raises(BadInput, match=r"an earlier version, .*--packing.* --finetune"):
-        make(records, dp_size=2, num_workers=1).load_state_dict(states[0])
-    with pytest.raises(BadInput, match="cannot be divided over 4 ranks"):
-        redistribute(states, 4)
-    with pytest.raises(BadInput, match="all 2 data-parallel ranks"):
-        redistribute(states[:1], 1)
-
-
 def test_blending_follows_the_weights(make: MakeLoader, write_jsonl: WriteJsonl) -> None:
     few = write_jsonl([question(i, image=False) for i in range(5)], "few.jsonl")
     many = write_jsonl([question(i, image=False) for i in range(50)], "many.jsonl")
@@ -316,25 +252,6 @@ def test_preference_records_of_another_program_are_named(
     loader = make(path, config=DataConfig(seq_length=256, shuffle=False, **made_for))
     with pytest.raises(BadInput, match=f"{advice}.*--preprocess"):
         next(loader)
-
-
-@pytest.mark.usefixtures("impatient")
-def test_workers_hand_over_batches_below_a_temporary_folder_of_a_long_name(
-    make: MakeLoader, records: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The folder's name is the longest possible: paths of sockets have at most 107 bytes."""
-    with scratch_folder() as short:
-        longest = 107 - len("/pymp-12345678/listener-12345678")
-        folder = short / ("x" * (longest - len(f"{short}/")))
-        folder.mkdir()
-        monkeypatch.setattr(tempfile, "tempdir", str(folder))
-
-        def names_of_one_batch() -> list[str]:
-            multiprocessing.current_process().daemon = False  # daemons may not start workers
-            return list(next(make(records, num_workers=1)).names)
-
-        (names,) = run_layout(names_of_one_batch, 1, timeout=60)
-        assert names
 
 
 def test_more_workers_than_samples_of_tars_are_refused(

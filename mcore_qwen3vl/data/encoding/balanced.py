@@ -345,7 +345,7 @@ class SharedPacking(EpochPacking):
     packer leaves over go back into the reading buffer, whose content energon saves and restores.
     The order depends on the number of ranks at the start of the run, which is saved too. With
     another number of ranks, a run resumes with the very next pack
-    (:func:`mcore_qwen3vl.data.loader.redistribute`).
+    (:func:`mcore_qwen3vl.data.loader_state.redistribute`).
     """
 
     _savable_fields = (

@@ -301,7 +301,7 @@ class ResumedRunSettings:
     @classmethod
     def from_command(cls, explicit: Mapping[str, Any]) -> ResumedRunSettings | None:
         """Return what the run that the command line resumes was trained with, or None."""
-        from mcore_qwen3vl.data.loader import RECORDS
+        from mcore_qwen3vl.data.loader_state import RECORDS
         from mcore_qwen3vl.training.checkpoints import data_state
         from mcore_qwen3vl.training.checkpoints.resume import latest_iteration
         from mcore_qwen3vl.training.contract.record import RunRecord

@@ -19,7 +19,8 @@ import torch
 
 from mcore_qwen3vl.converters.identify import folder_name
 from mcore_qwen3vl.converters.storage.archive import FAILURES, torch_refusal_error
-from mcore_qwen3vl.data.loader import Loader, redistribute
+from mcore_qwen3vl.data.loader import Loader
+from mcore_qwen3vl.data.loader_state import redistribute
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write, refuse_special_files
 

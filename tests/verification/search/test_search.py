@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import pytest
 
-from mcore_qwen3vl.data.loader import redistribute
+from mcore_qwen3vl.data.loader_state import redistribute
 from mcore_qwen3vl.errors import Unfinished
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.losses.registry import all_losses
