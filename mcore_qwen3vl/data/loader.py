@@ -28,10 +28,10 @@ from mcore_qwen3vl.data.loader_state import (
     PARTS,
     RECORDS,
     SHARDS,
-    _count_packs_taken,
-    _packing_in,
-    _position_in,
+    count_packs_taken,
     from_plain,
+    packing_in,
+    position_reached,
     state_for_rank,
     to_plain,
 )
@@ -221,12 +221,12 @@ class Loader(Iterator[Batch]):
         if state is None:
             return self._end if self._order == RECORDS else self._packs
         if self._order == RECORDS:
-            return max(0, self._end - min(_position_in(state), state.get("end") or self._end))
+            return max(0, self._end - min(position_reached(state), state.get("end") or self._end))
         if self._has_ended(state):
             return self._count_packs(state["end"], self._end)
-        packs = self._count_packs(state.get("first", 0), self._end, _packing_in(state))
+        packs = self._count_packs(state.get("first", 0), self._end, packing_in(state))
         assert packs is not None
-        return max(0, packs - _count_packs_taken(state))
+        return max(0, packs - count_packs_taken(state))
 
     def _as_saved(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state with the position of its end; earlier versions kept the epochs.
@@ -244,8 +244,8 @@ class Loader(Iterator[Batch]):
             return False
         packs = state.get("packs")
         if packs is None:  # earlier versions kept none
-            packs = self._count_packs(state.get("first", 0), state["end"], _packing_in(state))
-        return packs is not None and _count_packs_taken(state) >= packs
+            packs = self._count_packs(state.get("first", 0), state["end"], packing_in(state))
+        return packs is not None and count_packs_taken(state) >= packs
 
     def has_grown(self, state: Mapping[str, Any]) -> bool:
         """Return whether records were appended to the data sets since a state was saved."""
@@ -272,7 +272,7 @@ class Loader(Iterator[Batch]):
         reader: Any
         if self._order == RECORDS:
             reader = self._turns
-            position = _position_in(state)
+            position = position_reached(state)
             order.grow(min(position, state.get("end") or position))
             self._end = self._position_after_epochs(self._epochs)
         else:
@@ -286,9 +286,9 @@ class Loader(Iterator[Batch]):
 
     def _epoch_of_next_pack(self, state: Mapping[str, Any]) -> int:
         """Return the first epoch of which no pack was taken, of data that have not grown yet."""
-        order, first, packing = self._records, state.get("first", 0), _packing_in(state)
+        order, first, packing = self._records, state.get("first", 0), packing_in(state)
         assert order is not None
-        taken, epoch = _count_packs_taken(state), order.epoch_of(first)
+        taken, epoch = count_packs_taken(state), order.epoch_of(first)
         while taken > 0:
             here = max(first, order.start_of_epoch(epoch))
             epoch += 1
@@ -453,7 +453,7 @@ class Loader(Iterator[Batch]):
         if self._order == RECORDS and (
             state["rows"] != self._rows
             or state["num_workers"] != workers
-            or _position_in(state) > (state.get("end") or math.inf)
+            or position_reached(state) > (state.get("end") or math.inf)
         ):
             # The order of records depends on neither, and what came after the end was empty.
             state = state_for_rank(state, state["rank"], state["world_size"]) | {
@@ -477,7 +477,7 @@ class Loader(Iterator[Batch]):
             self._first = state.get("first", 0)
             self._stream.start_at(self._first)
             self._packs = state.get("packs") or self._count_packs(
-                self._first, self._end, _packing_in(state)
+                self._first, self._end, packing_in(state)
             )
         restored = from_plain(state["loader"])
         self._loader.restore_state_rank(restored)
@@ -490,9 +490,9 @@ class Loader(Iterator[Batch]):
         That was nothing, if it is the end of the run that saved the state, or other records.
         """
         first = state.get("first", 0)
-        packs = self._count_packs(first, position, _packing_in(state))
+        packs = self._count_packs(first, position, packing_in(state))
         assert packs is not None
-        if _count_packs_taken(state) >= packs:  # what follows are packs of nothing, or of none yet
+        if count_packs_taken(state) >= packs:  # what follows are packs of nothing, or of none yet
             rest = self._count_packs(position, self._end)
             return {**state, "first": position, "start": 0, "packs": rest, "loader": None}
         state = copy.deepcopy(state)
@@ -502,7 +502,7 @@ class Loader(Iterator[Batch]):
             for packing in states_of(SharedPacking, worker):
                 kept = packing["_reading_buffer"]
                 kept["_restore_keys"] = [k for k in kept["_restore_keys"] if k[-1] < position]
-        packs = self._count_packs(first, self._end, _packing_in(state))
+        packs = self._count_packs(first, self._end, packing_in(state))
         return {**state, "packs": packs}
 
     def _restore_counters(self, worker_states: Sequence[SavableDatasetCheckpoint]) -> None:

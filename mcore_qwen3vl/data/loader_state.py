@@ -143,14 +143,14 @@ def state_for_rank(state: dict[str, Any], rank: int, world_size: int) -> dict[st
     This is for records that are read by number. `state` may be any rank's, because all have read
     equally many micro-batches.
     """
-    start = _position_in(state)
+    start = position_reached(state)
     if state.get("end") is not None:
         start = min(start, state["end"])  # places after the end hold nothing
     changed = {"rank": rank, "world_size": world_size, "rows": None, "start": start, "loader": None}
     return {**state, **changed}
 
 
-def _position_in(state: Mapping[str, Any]) -> int:
+def position_reached(state: Mapping[str, Any]) -> int:
     """Return the position after all records that the ranks of a state have taken."""
     workers = state["loader"]["worker_states"] if state["loader"] else []
     rows = (state["rows"] or 0) * state["world_size"]  # None: nothing was read since `start`
@@ -162,15 +162,15 @@ def position_in(state: Mapping[str, Any]) -> int | None:
 
     `state` may be any rank's.
     """
-    return _position_in(state) if state.get("order") == RECORDS else None
+    return position_reached(state) if state.get("order") == RECORDS else None
 
 
-def _packing_in(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def packing_in(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the state of a rank's packing; None if it has read nothing."""
     return next(states_of(SharedPacking, state["loader"]), None)
 
 
-def _count_packs_taken(state: Mapping[str, Any]) -> int:
+def count_packs_taken(state: Mapping[str, Any]) -> int:
     """Return the packs that the ranks of a state have taken, of those that it counts."""
     workers = state["loader"]["worker_states"] if state["loader"] else []
     return int(state["start"] + state["world_size"] * sum(map(_count_taken, workers)))
@@ -181,7 +181,7 @@ def _continue_shared_stream(state: dict[str, Any], world_size: int) -> list[dict
     state = copy.deepcopy(state)
     workers = state["loader"]["worker_states"] if state["loader"] else []
     if state.get("order") == PACKS:
-        state["start"] = _count_packs_taken(state)
+        state["start"] = count_packs_taken(state)
         # All workers read the same stream: they go on from the state that lies furthest back.
         known = [
             (packing, worker) for worker in workers for packing in states_of(SharedPacking, worker)
