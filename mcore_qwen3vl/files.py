@@ -1,4 +1,4 @@
-"""Files of ours, which appear whole and have one writer; HTML pages; checks of other files."""
+"""Files of ours, which appear whole and have one writer; HTML pages; other files, and their checks."""
 
 from __future__ import annotations
 
@@ -319,3 +319,12 @@ def refuse_links_out(files: Iterable[Path], folder: Path) -> None:
                 f"{file} is a link to {real}, outside of the model, and would be copied with it. "
                 f"If that is meant, name a folder with the files themselves: cp -rL {folder} NEW."
             )
+
+
+def files_below(path: Path, ends: tuple[str, ...]) -> Iterator[Path]:
+    """Yield the files of a folder, at any depth, whose names end so.
+
+    There may be a million others, such as images: no `Path` is made of these.
+    """
+    for folder, _, names in os.walk(path):
+        yield from (Path(folder, name) for name in names if name.endswith(ends))

@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.storage.staging import staging
-from mcore_qwen3vl.data import readers
-from mcore_qwen3vl.data.readers import ensure_index
+from mcore_qwen3vl.data.indexes import ensure_index
+from mcore_qwen3vl.data.readers import json_arrays
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import LONGEST_NAME, atomic_write, hidden_beside, only_writer
 from mcore_qwen3vl.published_configs import PUBLISHED
@@ -127,7 +127,7 @@ def test_an_index_of_a_json_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with full_disk(1000), pytest.raises(BadInput, match=r"cannot be written in .*File too large"):
         ensure_index(tmp_path / "a.json")
     assert not [*tmp_path.rglob("*.idx"), *tmp_path.rglob("*.tmp")]
-    assert readers.is_json_indexed(ensure_index(tmp_path / "a.json"))
+    assert json_arrays.is_json_indexed(ensure_index(tmp_path / "a.json"))
 
 
 def test_a_lock_is_held_though_its_holder_cannot_be_written(tmp_path: Path) -> None:

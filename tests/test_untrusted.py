@@ -18,12 +18,13 @@ from mcore_qwen3vl.converters.adapters.config import AdapterConfig, apply_with_p
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.legacy import open_ranks
 from mcore_qwen3vl.converters.torch_pickle import without_checksum
+from mcore_qwen3vl.data import indexes
 from mcore_qwen3vl.data import processor as processor_module
-from mcore_qwen3vl.data import readers
 from mcore_qwen3vl.data.config import parse_sources
 from mcore_qwen3vl.data.encoding.rendering import Renderer
 from mcore_qwen3vl.data.processor import load_processor
-from mcore_qwen3vl.data.readers import TableReader, write_index
+from mcore_qwen3vl.data.readers.json_arrays import write_index
+from mcore_qwen3vl.data.readers.tables import TableReader
 from mcore_qwen3vl.data.records.reading import record_limit
 from mcore_qwen3vl.data.scores import References, facts_file_of, file_digest, scores_file_of
 from mcore_qwen3vl.errors import BadInput
@@ -393,10 +394,10 @@ def test_aliases_that_stand_for_billions(key: str, tmp_path: Path) -> None:
 
 
 def test_names_of_shards_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "_MOST_SHARDS", 1000)
+    monkeypatch.setattr(indexes, "_MOST_SHARDS", 1000)
     meta = tmp_path / ".nv-meta"
     meta.mkdir()
     (meta / "dataset.yaml").write_text("")
     (meta / "split.yaml").write_text("split_parts: {train: ['{0..99999999999}.tar']}")
     with pytest.raises(BadInput, match="names more than 1,000 tars"):
-        readers.tars_of_splits(tmp_path)
+        indexes.tars_of_splits(tmp_path)

@@ -25,7 +25,8 @@ from megatron.energon.eyaml import load_yaml
 from megatron.energon.metadataset import traverse_metadataset
 
 from mcore_qwen3vl.data.datasets import refuse_code
-from mcore_qwen3vl.data.readers import data_files, is_table, table_files
+from mcore_qwen3vl.data.indexes import data_files
+from mcore_qwen3vl.data.readers.tables import is_table, table_files
 from mcore_qwen3vl.data.records.parse import find_hook
 
 BLOCK = 1 << 14

@@ -24,23 +24,15 @@ from megatron.energon.metadataset.loader_interface import DatasetBlendMode, Load
 from torch.utils.data import ConcatDataset, Dataset
 
 from mcore_qwen3vl.data.config import Source
-from mcore_qwen3vl.data.readers import (
-    CrudeFactory,
-    JsonReader,
-    TableReader,
-    ensure_index,
-    files_below,
-    index_beside,
-    index_of,
-    is_table,
-    origin,
-    tars_of_splits,
-    unread_files,
-)
+from mcore_qwen3vl.data.indexes import ensure_index, index_beside, origin, tars_of_splits
+from mcore_qwen3vl.data.readers.crude import CrudeFactory
+from mcore_qwen3vl.data.readers.json_arrays import JsonReader, index_of
+from mcore_qwen3vl.data.readers.tables import TableReader, is_table
 from mcore_qwen3vl.data.records.parse import preprocess_record
 from mcore_qwen3vl.data.records.tasks import labels_in
+from mcore_qwen3vl.data.unread import unread_files
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import parse_json, require_spelled_out
+from mcore_qwen3vl.files import files_below, parse_json, require_spelled_out
 from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.unused.fields import Unused
 

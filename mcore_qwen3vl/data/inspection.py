@@ -34,9 +34,10 @@ from mcore_qwen3vl.data.encoding.division import Row, divide
 from mcore_qwen3vl.data.encoding.packing import best_fit
 from mcore_qwen3vl.data.encoding.planning import Pixels, Plan, PlannedMedia, check_length
 from mcore_qwen3vl.data.encoding.preparation import Preparation
+from mcore_qwen3vl.data.indexes import ensure_index, record_of
 from mcore_qwen3vl.data.parts import Parts, depends_on
+from mcore_qwen3vl.data.places import number_of, sample_id
 from mcore_qwen3vl.data.processor import require_fitting
-from mcore_qwen3vl.data.readers import ensure_index, number_of, record_of, sample_id
 from mcore_qwen3vl.data.record_form import DetectedForm
 from mcore_qwen3vl.data.records.media import peculiarities
 from mcore_qwen3vl.data.records.parse import records_of_turns

@@ -28,9 +28,9 @@ from mcore_qwen3vl.data.encoding.balanced import (
     measure_in_children,
     sizes_file_of,
 )
+from mcore_qwen3vl.data.indexes import origin
 from mcore_qwen3vl.data.parts import Parts, depends_on
 from mcore_qwen3vl.data.processor import require_fitting
-from mcore_qwen3vl.data.readers import origin
 from mcore_qwen3vl.data.records.reading import Reading
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.flops import ALL

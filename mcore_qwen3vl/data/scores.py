@@ -22,7 +22,7 @@ import xxhash
 from torch import Tensor
 
 from mcore_qwen3vl.data.config import Source
-from mcore_qwen3vl.data.readers import ensure_index, line_of
+from mcore_qwen3vl.data.indexes import ensure_index, line_of
 from mcore_qwen3vl.data.records.parse import SIDES
 from mcore_qwen3vl.data.records.reading import BadSample
 from mcore_qwen3vl.data.task_inputs import TaskInputs

@@ -27,8 +27,8 @@ from mcore_qwen3vl.data.encoding.batch import Batch, Batcher
 from mcore_qwen3vl.data.encoding.packing import best_fit
 from mcore_qwen3vl.data.encoding.planning import Plan, spare_plan
 from mcore_qwen3vl.data.encoding.preparation import Preparation
+from mcore_qwen3vl.data.places import RecordPlace, place_of
 from mcore_qwen3vl.data.processor import require_fitting
-from mcore_qwen3vl.data.readers import RecordPlace, place_of
 from mcore_qwen3vl.data.records.parse import SIDES
 from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.data.records.tasks import POSITIVE

@@ -15,8 +15,8 @@ from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits, Source, parse_sources
 from mcore_qwen3vl.data.datasets import CrudeSamples, unread_of
+from mcore_qwen3vl.data.indexes import fingerprint
 from mcore_qwen3vl.data.processor import load_processor
-from mcore_qwen3vl.data.readers import fingerprint
 from mcore_qwen3vl.data.records.reading import Reading
 from mcore_qwen3vl.data.scores import (
     check_top_k,

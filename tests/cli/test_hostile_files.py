@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.converters.torch_pickle import guard_reads
-from mcore_qwen3vl.data.readers import index_beside
+from mcore_qwen3vl.data.indexes import index_beside
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout

@@ -17,11 +17,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data import DataConfig, Source, readers
+from mcore_qwen3vl.data import DataConfig, Source, indexes
 from mcore_qwen3vl.data.datasets import CrudeSamples
 from mcore_qwen3vl.data.encoding import pixels
 from mcore_qwen3vl.data.inspection import check_data
 from mcore_qwen3vl.data.measuring import Measuring
+from mcore_qwen3vl.data.readers import tables
 from mcore_qwen3vl.data.records import video
 from mcore_qwen3vl.data.records.media import Media, image_size, load_image
 from mcore_qwen3vl.data.records.reading import BadSample, Reading, record_limit
@@ -93,16 +94,16 @@ def test_a_limit_that_pil_does_not_have(most: int) -> None:
 
 
 def test_a_row_group_that_unpacks_to_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "_BOMB_BYTES", 1 << 20)
+    monkeypatch.setattr(tables, "_BOMB_BYTES", 1 << 20)
     bomb, file = pa.table({"text": ["a" * (1 << 21)]}), tmp_path / "bomb.parquet"
     with pq.ParquetWriter(file, bomb.schema, compression="zstd") as writer:
         writer.write_table(pa.table({"text": ["b"]}))
         writer.write_table(bomb)
     said = r"bomb\.parquet: row group 1 has [\d,]+ bytes, which unpack to 2,09\d,\d\d\d\. Refused"
     with pytest.raises(BadInput, match=said):
-        readers.TableReader(file)
+        tables.TableReader(file)
     pq.write_table(bomb, tmp_path / "plain.parquet", compression="none")
-    assert len(readers.TableReader(tmp_path / "plain.parquet")[0]["json"]["text"]) == 1 << 21
+    assert len(tables.TableReader(tmp_path / "plain.parquet")[0]["json"]["text"]) == 1 << 21
 
 
 @pytest.mark.parametrize("kind", ["SYMTYPE", "LNKTYPE", "CHRTYPE", "FIFOTYPE"])
@@ -252,7 +253,7 @@ def test_a_saved_data_set_that_names_files_elsewhere(
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / file).write_text(json.dumps(content), "utf-8")
     with pytest.raises(BadInput, match=f"{file} names .* beside it"):
-        readers.table_files(tmp_path / "data", "train")
+        tables.table_files(tmp_path / "data", "train")
 
 
 @pytest.mark.parametrize(
@@ -288,7 +289,7 @@ def test_the_index_of_a_metadatasets_tars_follows_no_link(name: str, tmp_path: P
     else:
         (shards / ".nv-meta").symlink_to(elsewhere)
     with pytest.raises(BadInput, match=r"is a link, and the index .* would land in .*elsewhere"):
-        readers.index_beside(shards)
+        indexes.index_beside(shards)
     assert not list(elsewhere.iterdir())
 
 
@@ -300,4 +301,4 @@ def test_what_is_no_database_among_the_files_of_an_index(tmp_path: Path) -> None
     (tmp_path / ".nv-meta").mkdir()
     (tmp_path / ".nv-meta" / "index.sqlite").write_bytes(b"no database\n" * 99)
     with pytest.raises(BadInput, match="file is not a database"):
-        readers.index_beside(tmp_path)
+        indexes.index_beside(tmp_path)

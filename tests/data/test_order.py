@@ -15,10 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mcore_qwen3vl.data import DataConfig, Loader, Source, readers, redistribute
+from mcore_qwen3vl.data import DataConfig, Loader, Source, redistribute
 from mcore_qwen3vl.data.config import parse_sources
 from mcore_qwen3vl.data.order import Order
-from mcore_qwen3vl.data.readers import TableReader
+from mcore_qwen3vl.data.readers import tables
+from mcore_qwen3vl.data.readers.tables import TableReader
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.losses.preference import PreferenceLoss
 from tests.data.conftest import WriteJsonl, question
@@ -294,8 +295,8 @@ def test_a_large_table_is_permuted_among_parts_that_are_read_side_by_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any other order would decode a part for each of its rows."""
-    monkeypatch.setattr(readers, "_SMALL", 0)
-    monkeypatch.setattr(readers, "_BATCH", 4)
+    monkeypatch.setattr(tables, "_SMALL", 0)
+    monkeypatch.setattr(tables, "_BATCH", 4)
     rows = [{"text": f"{i}"} for i in range(600)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=40)
     reader = TableReader(tmp_path / "a.parquet")
@@ -307,7 +308,7 @@ def test_a_large_table_is_permuted_among_parts_that_are_read_side_by_side(
     decoded: list[int] = []
     decode = TableReader._decode_batches
 
-    def counted(self: TableReader, group: readers.RowGroup) -> Any:
+    def counted(self: TableReader, group: tables.RowGroup) -> Any:
         decoded.append(1)
         return decode(self, group)
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from mcore_qwen3vl.data.encoding.planning import Plan
-from mcore_qwen3vl.data.readers import ensure_index
+from mcore_qwen3vl.data.indexes import ensure_index
 from mcore_qwen3vl.data.records.reading import BadSample
 from mcore_qwen3vl.data.scores import (
     Teacher,

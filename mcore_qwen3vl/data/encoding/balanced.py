@@ -50,8 +50,10 @@ from mcore_qwen3vl.data.encoding.encoder import PlannedRecord, Qwen3VLTaskEncode
 from mcore_qwen3vl.data.encoding.guard import IF_TOO_LONG, unusable_error
 from mcore_qwen3vl.data.encoding.packing import EpochOf, EpochPacking
 from mcore_qwen3vl.data.encoding.planning import Plan
+from mcore_qwen3vl.data.indexes import cache_of, fingerprint, origin
 from mcore_qwen3vl.data.order import ABSENT, Order
-from mcore_qwen3vl.data.readers import cache_of, crude_sample, fingerprint, origin, sample_id
+from mcore_qwen3vl.data.places import sample_id
+from mcore_qwen3vl.data.readers.crude import crude_sample
 from mcore_qwen3vl.data.records.media import Media
 from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.files import atomic_write

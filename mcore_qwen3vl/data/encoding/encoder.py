@@ -48,8 +48,8 @@ from mcore_qwen3vl.data.encoding.planning import (
 )
 from mcore_qwen3vl.data.encoding.preparation import Preparation, RawSample
 from mcore_qwen3vl.data.order import Block, Stream
+from mcore_qwen3vl.data.places import number_of, sample_id
 from mcore_qwen3vl.data.processor import require_fitting
-from mcore_qwen3vl.data.readers import number_of, sample_id
 from mcore_qwen3vl.data.scores import References, Top, join_tops, teachers_of
 from mcore_qwen3vl.data.task_inputs import TaskInputs
 from mcore_qwen3vl.errors import BadInput

@@ -12,7 +12,7 @@ from megatron.energon import SkipSample
 from megatron.energon.errors import SYSTEM_EXCEPTIONS
 from megatron.energon.source_info import SourceInfo
 
-from mcore_qwen3vl.data.readers import sample_id
+from mcore_qwen3vl.data.places import sample_id
 from mcore_qwen3vl.data.records.reading import OverlongSample, reason_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.unused.fields import Unused, sentences

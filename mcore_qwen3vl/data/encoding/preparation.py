@@ -15,7 +15,7 @@ from mcore_qwen3vl.data.datasets import SOURCE
 from mcore_qwen3vl.data.encoding.pixels import PixelLoader
 from mcore_qwen3vl.data.encoding.planning import Pixels, Plan, Planner
 from mcore_qwen3vl.data.encoding.rendering import Renderer
-from mcore_qwen3vl.data.readers import origin
+from mcore_qwen3vl.data.indexes import origin
 from mcore_qwen3vl.data.record_form import RecordForm
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import (

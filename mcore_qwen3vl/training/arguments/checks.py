@@ -354,7 +354,7 @@ def _check_schedule(settings: Settings) -> None:
 
 def unused_data_flags(settings: Settings, explicit: Collection[str]) -> list[Unused]:
     """Return what the command line sets, by its ``dest`` names in `explicit`, and no rank uses."""
-    from mcore_qwen3vl.data.readers import is_table
+    from mcore_qwen3vl.data.readers.tables import is_table
 
     loop, unused = settings.loop, []
     paths = [source.path for source in parse_sources(loop.training_data)]

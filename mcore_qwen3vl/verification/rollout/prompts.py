@@ -18,7 +18,7 @@ from mcore_qwen3vl.data.config import DataConfig, Source
 from mcore_qwen3vl.data.datasets import CrudeSamples
 from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.encoding.preparation import Preparation, RawSample
-from mcore_qwen3vl.data.readers import place_of
+from mcore_qwen3vl.data.places import place_of
 from mcore_qwen3vl.data.record_form import RecordForm
 from mcore_qwen3vl.data.records.media import Media, MediaFolder
 from mcore_qwen3vl.data.records.parse import (

@@ -1,113 +1,32 @@
-"""The same samples in every kind of file are read, resumed and refused alike."""
+"""Tables are read by parts in any order, and rows that are bad are named."""
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
-from mcore_qwen3vl.data import DataConfig, readers
+from mcore_qwen3vl.data import DataConfig
 from mcore_qwen3vl.data.inspection import check_data
-from mcore_qwen3vl.data.readers import TableReader
+from mcore_qwen3vl.data.readers import tables
+from mcore_qwen3vl.data.readers.tables import TableReader
 from mcore_qwen3vl.errors import BadInput
 from tests.data import writers
-from tests.data.loaders import PACKED, MakeLoader, same
-from tests.data.writers import (
-    COUNT,
-    OTHERS,
-    QUICK,
-    RECORDS,
-    TABLES,
-    WRITERS,
-)
-from tests.turns import slow_except
-
-
-@pytest.mark.parametrize("name", slow_except(OTHERS, *QUICK))
-def test_the_same_batches_from_every_kind_of_file(
-    name: str, written: Callable[[str], Path], make: MakeLoader
-) -> None:
-    plain, other = make(written("jsonl")), make(written(name))
-    for _ in range(COUNT + 2):
-        ours, theirs = next(other), next(plain)
-        assert torch.equal(ours.input_ids, theirs.input_ids)
-        assert torch.equal(ours.loss_weights, theirs.loss_weights)
-        assert (ours.visual is None) == (theirs.visual is None)
-        if ours.visual is not None:
-            assert torch.equal(ours.visual.pixel_values, theirs.visual.pixel_values)
-
-
-BALANCED = replace(PACKED, balance=True, micro_batches=2)
-CONFIGS = {"plain": PACKED, "balanced": BALANCED}
-RESUMED = [(config, name) for config in CONFIGS for name in WRITERS]
-
-
-@pytest.mark.parametrize(
-    ("config", "name"),
-    slow_except(RESUMED, ("plain", "array"), ("plain", "saved"), ("balanced", "tars")),
-)
-def test_stopped_and_resumed_the_batches_are_the_same_bitwise(
-    name: str, config: str, written: Callable[[str], Path], make: MakeLoader,
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    path = written(name)
-    options = {"config": CONFIGS[config], "dp_rank": 1, "dp_size": 2}
-    uninterrupted = make(path, **options)
-    for _ in range(4):
-        next(uninterrupted)
-    torch.save(uninterrupted.state_dict(), tmp_path / "state.pt")
-    resumed = make(path, **options)
-    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    for _ in range(6):
-        assert same(next(resumed), next(uninterrupted))
-
-
-def test_a_state_from_before_records_had_an_order_resumes_tars(
-    written: Callable[[str], Path], make: MakeLoader
-) -> None:
-    """Such a state names neither the order nor the rows of a micro-batch nor the start."""
-    path = written("tars")
-    uninterrupted, resumed = (make(path, config=CONFIGS["plain"]) for _ in range(2))
-    for _ in range(4):
-        next(uninterrupted)
-    state = uninterrupted.state_dict()
-    resumed.load_state_dict({k: state[k] for k in state.keys() - {"order", "rows", "start"}})
-    for _ in range(6):
-        assert same(next(resumed), next(uninterrupted))
-
-
-@pytest.mark.slow  # data workers
-@pytest.mark.parametrize("name", TABLES)
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_resumed_with_workers(
-    name: str, config: DataConfig, written: Callable[[str], Path], make: MakeLoader
-) -> None:
-    path = written(name)
-    options = {"config": config, "dp_rank": 0, "dp_size": 2, "num_workers": 2}
-    uninterrupted = make(path, **options)
-    for _ in range(5):
-        next(uninterrupted)
-    state = uninterrupted.state_dict()
-    resumed = make(path, **options)
-    resumed.load_state_dict(state)
-    for _ in range(5):
-        assert same(next(resumed), next(uninterrupted))
+from tests.data.loaders import MakeLoader
+from tests.data.writers import COUNT, RECORDS, TABLES
 
 
 def test_a_table_is_read_by_parts_in_any_order(
     written: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading forwards decodes a batch once; going back decodes its row group again."""
-    monkeypatch.setattr(readers, "_BATCH", 4)
-    monkeypatch.setattr(readers, "_KEPT", 2)
+    monkeypatch.setattr(tables, "_BATCH", 4)
+    monkeypatch.setattr(tables, "_KEPT", 2)
     reader = TableReader(written("parquet_of_bytes"))
     assert [(group.number, group.rows, group.first) for group in reader.groups] == [
         (0, 17, 0),
@@ -125,8 +44,8 @@ def test_a_table_of_large_rows_is_held_in_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its memory is limited whatever the number of rows; small rows are read 32 at a time."""
-    monkeypatch.setattr(readers, "_BATCH_BYTES", 1 << 20)
-    monkeypatch.setattr(readers, "_KEPT_BYTES", 3 << 20)
+    monkeypatch.setattr(tables, "_BATCH_BYTES", 1 << 20)
+    monkeypatch.setattr(tables, "_KEPT_BYTES", 3 << 20)
     large = [random.Random(i).randbytes(200_000) for i in range(40)] + [b"a" * 1_500_000] * 2
     for name, rows in (("large", large), ("small", [b"a"] * 200)):
         table = pa.table({"image": rows})
@@ -147,7 +66,7 @@ def test_batches_are_of_one_size_however_pyarrow_cuts_them(
     whole = pa.RecordBatch.from_pydict({"a": list(range(10))})
     starts = [sum(cuts[:i]) for i in range(len(cuts))]
     batches = [whole.slice(start, rows) for start, rows in zip(starts, cuts, strict=True)]
-    found = [b.column("a").to_pylist() for b in readers._rebatch(iter(batches), 4)]
+    found = [b.column("a").to_pylist() for b in tables._rebatch(iter(batches), 4)]
     assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
@@ -179,41 +98,6 @@ def test_nested_nulls_of_a_table_are_keys_that_a_record_lacks(tmp_path: Path) ->
 def _union(rows: list[dict[str, Any]]) -> pa.Schema:
     schemas = [pa.Table.from_pylist([row]).schema for row in rows]
     return pa.unify_schemas(schemas)
-
-
-@pytest.mark.parametrize("window", [50, 1000, 1 << 24])
-@pytest.mark.parametrize("indent", [None, 3])
-def test_an_array_is_indexed_whatever_its_strings_hold(
-    window: int, indent: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(readers, "_WINDOW", window)
-    records = [{"id": i, "text": 'é]}[{",\\ 語' * (i % 7)} for i in range(60)]
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps(records, indent=indent, ensure_ascii=False), encoding="utf-8")
-    readers.write_index(path, path)
-    reader = readers.JsonReader(path, readers.index_of(path))
-    assert [json.loads(reader[i]["json"]) for i in range(len(reader))] == records
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "is empty"),
-        ("[]", "is empty"),
-        ("true", "neither a JSON array nor one JSON object a line"),
-        ('[{"a": 1} {"a": 2}]', "record 2, from line 1: ',' is expected"),
-        ('[\n{"a": 1},\n{"a": }\n]', "record 2, from line 3: Expecting value"),
-        ('[{"a": 1},', "record 2, from line 1: Expecting value"),
-        ('[{"a": 1}', "record 1, from line 1: the file ends within the array"),
-    ],
-)
-def test_a_broken_array_is_refused_with_its_place(
-    text: str, said: str, make: MakeLoader, tmp_path: Path
-) -> None:
-    (tmp_path / "a.json").write_text(text)
-    with pytest.raises(BadInput, match=said):
-        make(tmp_path / "a.json")
-    assert not readers.index_of(tmp_path / "a.json").exists()
 
 
 def test_broken_files_and_missing_splits_are_refused(

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from mcore_qwen3vl.data import readers
-from mcore_qwen3vl.data.readers import ensure_index, index_beside
+from mcore_qwen3vl.data import indexes
+from mcore_qwen3vl.data.indexes import ensure_index, index_beside
+from mcore_qwen3vl.data.readers import json_arrays
 from mcore_qwen3vl.errors import BadInput
 from tests.data.conftest import WriteJsonl, chat, question, write_tar
 from tests.data.loaders import PACKED, MakeLoader, lines, same
@@ -27,7 +28,7 @@ from tests.writes import kill_at
 def index_at_once(path: str, barrier: Any, results: Any) -> None:
     """Index as a rank does; all ranks start at the same moment."""
     barrier.wait()
-    index = readers.index_of(ensure_index(Path(path)))
+    index = json_arrays.index_of(ensure_index(Path(path)))
     results.put((index, index.stat().st_ino, index.stat().st_size))
 
 
@@ -73,7 +74,7 @@ def test_an_index_appears_after_the_blank_lines_are_counted(tmp_path: Path) -> N
         if process.exitcode == 0:
             break
         index_beside(path)
-        assert readers.line_of(path, 1) == 4
+        assert indexes.line_of(path, 1) == 4
     assert number > 2
 
 
@@ -174,7 +175,7 @@ def test_an_index_beside_the_data_is_read_and_kept(
     assert all(file.startswith("single-files-") for file in cached)
     assert len(cached) == (name == "tars")
     if name != "tars":
-        index = readers.index_of(path)
+        index = json_arrays.index_of(path)
         stale = index.read_bytes()
         path.write_text(json.dumps(question(0, image=False, words=50)))
         next(make(path))

@@ -1,10 +1,8 @@
-"""What a folder lacks, what nothing reads in it, and samples that would replace one another."""
+"""What a folder lacks, and what nothing reads in it."""
 
 from __future__ import annotations
 
 import json
-import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,9 @@ import pytest
 from datasets import Dataset
 from megatron.energon.flavors import BaseWebdatasetFactory
 
-from mcore_qwen3vl.data import DataConfig, readers
+from mcore_qwen3vl.data import DataConfig, indexes, unread
 from mcore_qwen3vl.data.inspection import check_data
-from mcore_qwen3vl.data.readers import unread_files
-from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.data.unread import unread_files
 from tests.data.conftest import question, write_tar
 from tests.data.loaders import MakeLoader
 
@@ -83,63 +80,15 @@ def test_the_report_and_a_run_name_them(
     assert f"{shard(1)} (it is missing)" in capsys.readouterr().err
 
 
-def test_a_key_twice_in_a_row(processor: Any, tmp_path: Path) -> None:
-    record = [json.dumps(question(i, image=False)).encode() for i in range(3)]
-    twice = [("a/0.json", record[0]), ("a/0.json", record[1]), ("a/1.json", record[2])]
-    write_tar(tmp_path / "tars" / "0.tar", [("z.json", record[0])])
-    write_tar(tmp_path / "tars" / "1.tar", twice)
-    said = rf"{tmp_path}/tars/1\.tar: the sample a/0 has 2 files a/0\.json, of which only the last"
-    for _ in range(2):  # the second time, too
-        with pytest.raises(BadInput, match=said):
-            check_data(tmp_path / "tars", processor, DataConfig(seq_length=64))
-    write_tar(tmp_path / "tars" / "1.tar", [("a/0.json", record[0]), ("a/1.json", record[2])])
-    assert len(check_data(tmp_path / "tars", processor, DataConfig(seq_length=512)).tokens) == 3
-
-
 def prepare(folder: Path, tars: list[str], **splits: Any) -> None:
     """Index tars as energon's own preparation does, with these splits in place of its own."""
     BaseWebdatasetFactory.prepare_dataset(folder, tars, split_parts_ratio=[("train", 1.0)])
-    (folder / ".nv-meta" / "dataset.yaml").write_text(readers._CRUDE)
+    (folder / ".nv-meta" / "dataset.yaml").write_text(indexes._CRUDE)
     if splits:
         (folder / ".nv-meta" / "split.yaml").write_text(json.dumps(splits))
 
 
 RECORDS = [json.dumps(question(i, image=False)).encode() for i in range(4)]
-TWICE = [("a/0.json", RECORDS[0]), ("a/0.json", RECORDS[1]), ("a/1.json", RECORDS[2])]
-
-
-def test_a_key_twice_in_an_index_of_others(processor: Any, tmp_path: Path) -> None:
-    """Energon's own preparation, and an earlier version of this package, take both for one."""
-    folder, earlier = tmp_path / "tars", tmp_path / "earlier"
-    for place in (folder, earlier):
-        write_tar(place / "0.tar", TWICE)
-    prepare(folder, ["0.tar"])
-    stand_in = readers.cache_of(earlier) / earlier.name
-    readers._make_stand_in(earlier, stand_in)
-    prepare(stand_in, ["0.tar"])
-    for place in (folder, earlier):
-        said = rf"{place}/0\.tar: the sample a/0 has 2 files a/0\.json, of which only the last"
-        for _ in range(2):
-            with pytest.raises(BadInput, match=said) as raised:
-                check_data(place, processor, DataConfig(seq_length=64))
-            assert (f"remove {place}/.nv-meta" in str(raised.value)) == (place == folder)
-    with pytest.raises(BadInput, match="the sample a/0 has 2 files"):
-        readers.index_beside(folder)  # as of a metadataset
-
-
-def test_an_index_is_looked_through_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_tar(tmp_path / "tars" / "0.tar", TWICE[1:])
-    prepare(tmp_path / "tars", ["0.tar"])
-    readers.ensure_index(tmp_path / "tars")
-    monkeypatch.setattr(readers, "_doubled_part", lambda path: pytest.fail("again"))
-    readers.ensure_index(tmp_path / "tars")
-    assert named(tmp_path / "tars") == []
-    (tmp_path / "tars" / ".nv-meta" / "index.sqlite").unlink()
-    readers.ensure_index(tmp_path / "tars")
-    assert named(tmp_path / "tars") == [
-        "samples of one key that lie next to each other (the index does not list the files of "
-        "samples, so they were not looked for)"
-    ]
 
 
 @pytest.mark.parametrize("split_file", ["split.yaml", "split.json"])
@@ -162,7 +111,7 @@ def test_tars_that_an_index_does_not_list(split_file: str, processor: Any, tmp_p
 def test_few_files_of_a_large_folder_are_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readers, "_MOST_LOOKED_AT", 3)
+    monkeypatch.setattr(unread, "_MOST_LOOKED_AT", 3)
     write_tar(tmp_path / "0.tar", [("0.json", b"{}")])
     (tmp_path / "a" / "b").mkdir(parents=True)
     for name in ("more.csv", "a/0.jpg"):
@@ -173,16 +122,6 @@ def test_few_files_of_a_large_folder_are_looked_at(
         (tmp_path / name).write_text("")
     others = "other files that nothing reads (it holds more than 3, of which the first were looked"
     assert named(tmp_path) == [*stray, f"{others} at)"]
-
-
-def test_a_sample_of_a_tar_is_named_by_its_key(processor: Any, tmp_path: Path) -> None:
-    for name in ("0", "1"):
-        members = [(f"part{name}/{key}.x.json", b"{}") for key in ("b", "a")]
-        write_tar(tmp_path / "tars" / f"{name}.tar", members)
-    report = check_data(tmp_path / "tars", processor, DataConfig(seq_length=64))
-    assert sorted(flaw.sample for flaw in report.bad) == [
-        f"{tmp_path}/tars/{name}.tar[part{name}/{key}]" for name in ("0", "1") for key in ("a", "b")
-    ]
 
 
 def test_shards_that_count_from_one(tmp_path: Path) -> None:
@@ -205,23 +144,6 @@ def test_of_many_some_are_named_and_the_others_counted(tmp_path: Path) -> None:
         *(f"{number:02}.json (no part of it is read)" for number in range(10)),
         "2 more (no part of it is read)",
     ]
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_tar_that_was_written_after_its_index(count: int, tmp_path: Path) -> None:
-    def write(samples: int) -> None:
-        record = json.dumps({"text": "a" * 700 * samples}).encode()
-        write_tar(tmp_path / "0.tar", [(f"{n}.json", record) for n in range(samples)])
-
-    write(2)
-    readers.index_beside(tmp_path)
-    later = time.time_ns() + 10**9
-    os.utime(tmp_path / "0.tar", ns=(later, later))  # as a copy may be
-    assert readers.ensure_index(tmp_path) == tmp_path
-    write(count)
-    os.utime(tmp_path / "0.tar", ns=(later, later))
-    with pytest.raises(BadInput, match=r"0\.tar was written after its index"):
-        readers.ensure_index(tmp_path)
 
 
 def test_names_with_further_dots_are_named(tmp_path: Path, processor: Any) -> None:
