@@ -1,4 +1,4 @@
-"""Files of ours, which appear whole and have one writer; HTML pages; other files, and their checks."""
+"""Files of ours, which appear whole and have one writer; HTML pages; others, found and checked."""
 
 from __future__ import annotations
 

@@ -35,15 +35,14 @@ from megatron.energon.flavors.webdataset.metadata import get_info_shard_files
 
 from mcore_qwen3vl.data.config import require_data_set
 from mcore_qwen3vl.data.readers.json_arrays import is_json_indexed, write_index
-from mcore_qwen3vl.data.readers.tables import is_table
+from mcore_qwen3vl.data.readers.tables import DICT_FILE, STATE_FILE, is_table
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import files_below, require_spelled_out, write_at_once
 
 _PATIENCE = 3600.0  # seconds that other ranks wait for the rank that indexes
 _CRUDE = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
 _ORIGIN = "origin"  # name of the file, beside a stand-in, that holds the path of the data
-_SUFFIXES = (".tar", ".parquet", ".arrow")
-_NAMES = ("state.json", "dataset_dict.json")  # files of Hugging Face datasets on disk
+DATA_SUFFIXES = (".tar", ".parquet", ".arrow")
 
 
 def ensure_index(path: Path) -> Path:
@@ -208,7 +207,7 @@ def _require_single_files(path: Path, indexed: Path) -> None:
     Energon's own preparation and earlier versions of ours do not look for them. An index without
     is remembered in the cache, since all of it is read.
     """
-    if not indexed.is_dir() or not _lists_files(indexed):
+    if not indexed.is_dir() or not lists_files(indexed):
         return
     stat = (indexed / ".nv-meta" / "index.sqlite").stat()
     seen = cache_of(path) / f"single-files-{stat.st_size}-{stat.st_mtime_ns}"
@@ -256,7 +255,7 @@ def _fits(offsets: list[int], tar: Path) -> bool:
         return not any(file.read(512))
 
 
-def _lists_files(indexed: Path) -> bool:
+def lists_files(indexed: Path) -> bool:
     """Return whether an index of tars lists the files of samples: energon's older ones do not."""
     file = indexed / ".nv-meta" / "index.sqlite"
     if not file.is_file():
@@ -369,7 +368,8 @@ def data_files(path: Path) -> list[Path]:
     """Return the files of a data set, without the indexes, scores and logs beside them."""
     if not path.is_dir():
         return [path]
-    return sorted(file for file in files_below(path, (*_SUFFIXES, *_NAMES)) if file.is_file())
+    found = files_below(path, (*DATA_SUFFIXES, STATE_FILE, DICT_FILE))
+    return sorted(file for file in found if file.is_file())
 
 
 def tars_of_splits(path: Path) -> dict[str, list[str]] | None:

@@ -9,8 +9,14 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from mcore_qwen3vl.data.indexes import _NAMES, _SUFFIXES, _lists_files, tars_of_splits
-from mcore_qwen3vl.data.readers.tables import _DICT, _split_in_path, is_table, table_files
+from mcore_qwen3vl.data.indexes import DATA_SUFFIXES, lists_files, tars_of_splits
+from mcore_qwen3vl.data.readers.tables import (
+    DICT_FILE,
+    STATE_FILE,
+    is_table,
+    split_in_path,
+    table_files,
+)
 from mcore_qwen3vl.files import files_below
 from mcore_qwen3vl.unused.fields import Unused
 
@@ -19,12 +25,13 @@ _SHARD = re.compile(r"(.*?)(\d{1,9})-of-(\d{1,9})(?!\d)(.*)")
 _SHOWN = 10
 """Names of missing shards, and of stray files, that are shown; the others are counted."""
 _LIKE_DATA = (
-    *(*_SUFFIXES, ".json", ".jsonl", ".csv", ".tsv", ".tfrecord", ".lance", ".incomplete"),
+    *(*DATA_SUFFIXES, ".json", ".jsonl", ".csv", ".tsv", ".tfrecord", ".lance", ".incomplete"),
     *(".zip", ".gz", ".tgz", ".zst", ".bz2", ".xz", ".7z"),
 )
 _MOST_LOOKED_AT = 20_000
 """Files of a folder among which those are looked for that nothing reads."""
-_ABOUT = (*_NAMES, "dataset_info.json", "dataset_infos.json")  # files about the data
+# Files about the data.
+_ABOUT = (STATE_FILE, DICT_FILE, "dataset_info.json", "dataset_infos.json")
 
 
 def unread_files(path: Path, split: str) -> list[Unused]:
@@ -39,20 +46,20 @@ def unread_files(path: Path, split: str) -> list[Unused]:
     if not files:
         return []
     read, where = set(files), f"the data set {path}"
-    folder = files[0].parent if (path / _DICT).exists() else path
+    folder = files[0].parent if (path / DICT_FILE).exists() else path
     absent = [file for file in sorted(read) if file.suffix == ".tar" and not file.exists()]
     looked_at = list(islice(_visible_files(folder), _MOST_LOOKED_AT + 1))
     stray = [
         file
         for file in looked_at[:_MOST_LOOKED_AT]
         if file.suffix.lower() in _LIKE_DATA and file not in read and file.name not in _ABOUT
-        if not (file.suffix == ".parquet" and _split_in_path(file.relative_to(path)))
+        if not (file.suffix == ".parquet" and split_in_path(file.relative_to(path)))
     ]
     unknown = []
     if len(looked_at) > _MOST_LOOKED_AT:
         why = f"it holds more than {_MOST_LOOKED_AT:,}, of which the first were looked at"
         unknown.append(Unused(where, "other files that nothing reads", why))
-    if listed is not None and not _lists_files(path):
+    if listed is not None and not lists_files(path):
         why = "the index does not list the files of samples, so they were not looked for"
         unknown.append(Unused(where, "samples of one key that lie next to each other", why))
 

@@ -34,7 +34,8 @@ _SPLITS = {
     "val": ("val", "validation", "valid", "dev"),
     "test": ("test", "testing"),
 }
-_DICT, _STATE = "dataset_dict.json", "state.json"
+DICT_FILE, STATE_FILE = "dataset_dict.json", "state.json"
+"""Files of Hugging Face datasets on disk: of a dictionary of splits, and of one split."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class RowGroup:
 def is_table(path: Path) -> bool:
     """Return whether `path` is a Parquet file or a Hugging Face dataset on disk."""
     if path.is_dir():
-        marked = any((path / name).exists() for name in (_DICT, _STATE))
+        marked = any((path / name).exists() for name in (DICT_FILE, STATE_FILE))
         return marked or next(files_below(path, (".parquet",)), None) is not None
     return path.suffix == ".parquet"
 
@@ -176,18 +177,20 @@ def table_files(path: Path, split: str) -> list[Path]:
     """Return the Parquet or Arrow files of a split; raise BadInput if there is none of it."""
     if not path.is_dir():
         return [path]
-    if (path / _DICT).exists():
-        names = [_entry_below(path / _DICT, name) for name in _read_list(path / _DICT, "splits")]
+    if (path / DICT_FILE).exists():
+        names = [
+            _entry_below(path / DICT_FILE, name) for name in _read_list(path / DICT_FILE, "splits")
+        ]
         chosen = [name for name in names if name in _SPLITS[split]]
         if not chosen and split == "train":
             chosen = names if len(names) == 1 else []
         if not chosen:
             raise BadInput(f"{path} has the splits {', '.join(names)}, but none for {split}.")
         return _saved_files(path / chosen[0])
-    if (path / _STATE).exists():
+    if (path / STATE_FILE).exists():
         return _saved_files(path)
     files = sorted(files_below(path, (".parquet",)))
-    named = {file: _split_in_path(file.relative_to(path)) for file in files}
+    named = {file: split_in_path(file.relative_to(path)) for file in files}
     if not any(named.values()):
         return files
     chosen_files = [file for file in files if named[file] == split]
@@ -198,7 +201,7 @@ def table_files(path: Path, split: str) -> list[Path]:
 
 def _saved_files(folder: Path) -> list[Path]:
     """Return the Arrow files of a split that Hugging Face's ``save_to_disk`` wrote."""
-    file, files = folder / _STATE, []
+    file, files = folder / STATE_FILE, []
     for entry in _read_list(file, "_data_files"):
         name = _entry_below(file, entry.get("filename") if isinstance(entry, Mapping) else entry)
         if not (folder / name).is_file():
@@ -226,7 +229,7 @@ def _read_list(file: Path, key: str) -> list[Any]:
         ) from error
 
 
-def _split_in_path(file: Path) -> str | None:
+def split_in_path(file: Path) -> str | None:
     """Return the split that a file's path names, as on the hub.
 
     Such paths are ``train-00000-of-00004.parquet`` and ``validation/0.parquet``.
