@@ -46,7 +46,8 @@ from transformers.image_utils import load_image
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import Counts, DataConfig, Loader, MediaLimits, Source, load_processor
 from mcore_qwen3vl.data.records.media import MediaFolder
-from mcore_qwen3vl.data.records.parse import Conversation, parse_record
+from mcore_qwen3vl.data.records.messages import Conversation
+from mcore_qwen3vl.data.records.parse import parse_record
 from mcore_qwen3vl.tiny import tiny_config, write_processor
 
 REAL_PATCHES = {"patch_size": 16}

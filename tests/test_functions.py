@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mcore_qwen3vl.data.config import parse_sources
-from mcore_qwen3vl.data.records.parse import find_hook
+from mcore_qwen3vl.data.records.hooks import find_hook
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.functions import find_function
 from mcore_qwen3vl.losses.tokens import find_loss

@@ -27,7 +27,7 @@ from megatron.energon.metadataset import traverse_metadataset
 from mcore_qwen3vl.data.datasets import refuse_code
 from mcore_qwen3vl.data.indexes import data_files
 from mcore_qwen3vl.data.readers.tables import is_table, table_files
-from mcore_qwen3vl.data.records.parse import find_hook
+from mcore_qwen3vl.data.records.hooks import find_hook
 
 BLOCK = 1 << 14
 """Bytes of a block of a large data set."""

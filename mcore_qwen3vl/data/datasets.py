@@ -28,7 +28,7 @@ from mcore_qwen3vl.data.indexes import ensure_index, index_beside, origin, tars_
 from mcore_qwen3vl.data.readers.crude import CrudeFactory
 from mcore_qwen3vl.data.readers.json_arrays import JsonReader, index_of
 from mcore_qwen3vl.data.readers.tables import TableReader, is_table
-from mcore_qwen3vl.data.records.parse import preprocess_record
+from mcore_qwen3vl.data.records.hooks import preprocess_record
 from mcore_qwen3vl.data.records.tasks import labels_in
 from mcore_qwen3vl.data.unread import unread_files
 from mcore_qwen3vl.errors import BadInput

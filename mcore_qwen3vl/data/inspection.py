@@ -40,7 +40,7 @@ from mcore_qwen3vl.data.places import number_of, sample_id
 from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.record_form import DetectedForm
 from mcore_qwen3vl.data.records.media import peculiarities
-from mcore_qwen3vl.data.records.parse import records_of_turns
+from mcore_qwen3vl.data.records.messages import records_of_turns
 from mcore_qwen3vl.data.records.reading import PLAIN, BadSample, OverlongSample, Reading, reason_of
 from mcore_qwen3vl.data.records.video import is_uneven
 from mcore_qwen3vl.data.scores import teachers_of

@@ -14,8 +14,9 @@ from mcore_qwen3vl.lazy import Lazy
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.data.records import parse
+    from mcore_qwen3vl.data.records.documents import Document
     from mcore_qwen3vl.data.records.media import MediaFolder
-    from mcore_qwen3vl.data.records.parse import Conversation, Document
+    from mcore_qwen3vl.data.records.messages import Conversation
 else:
     parse = Lazy("mcore_qwen3vl.data.records.parse")
 

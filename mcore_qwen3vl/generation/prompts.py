@@ -26,8 +26,8 @@ from mcore_qwen3vl.data.processor import (
     template_variables,
 )
 from mcore_qwen3vl.data.records.media import TAG, Media, MediaFolder, load_image, to_rgb
-from mcore_qwen3vl.data.records.parse import read_messages, read_observed
-from mcore_qwen3vl.data.records.reading import BadSample, parse_template_kwargs
+from mcore_qwen3vl.data.records.messages import read_messages
+from mcore_qwen3vl.data.records.reading import BadSample, parse_template_kwargs, read_observed
 from mcore_qwen3vl.data.records.video import load_frames, probe_video, sample_frames
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.inputs import VisualInputs, visual_inputs

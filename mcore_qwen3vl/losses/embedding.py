@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from mcore_qwen3vl.data.encoding.planning import Plan
     from mcore_qwen3vl.data.records import parse, tasks
     from mcore_qwen3vl.data.records.media import MediaFolder
-    from mcore_qwen3vl.data.records.parse import Conversation
+    from mcore_qwen3vl.data.records.messages import Conversation
     from mcore_qwen3vl.forward import RunBatch
     from mcore_qwen3vl.losses import last_token, passes, reduction
     from mcore_qwen3vl.losses.reduction import Objective, Reduced

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from mcore_qwen3vl.data.encoding.planning import Plan
     from mcore_qwen3vl.data.records import parse, tasks
     from mcore_qwen3vl.data.records.media import MediaFolder
-    from mcore_qwen3vl.data.records.parse import Conversation
+    from mcore_qwen3vl.data.records.messages import Conversation
     from mcore_qwen3vl.losses import passes, reduction
     from mcore_qwen3vl.losses.passes import Within
     from mcore_qwen3vl.losses.reduction import Objective, Reduced

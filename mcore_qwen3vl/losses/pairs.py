@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from mcore_qwen3vl.data.records import tasks
     from mcore_qwen3vl.data.records.media import MediaFolder
-    from mcore_qwen3vl.data.records.parse import Conversation
+    from mcore_qwen3vl.data.records.messages import Conversation
 else:
     tasks = Lazy("mcore_qwen3vl.data.records.tasks")
 

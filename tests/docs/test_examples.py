@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from mcore_qwen3vl.data.records.documents import Document
 from mcore_qwen3vl.data.records.media import MediaFolder
-from mcore_qwen3vl.data.records.parse import Conversation, Document, parse_record
+from mcore_qwen3vl.data.records.messages import Conversation
+from mcore_qwen3vl.data.records.parse import parse_record
 from mcore_qwen3vl.data.records.tasks import parse_retrieval
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.published_configs import PUBLISHED

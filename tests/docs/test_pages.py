@@ -14,7 +14,7 @@ import yaml
 
 import mcore_qwen3vl
 from mcore_qwen3vl.cli import app
-from mcore_qwen3vl.data.records.parse import GROUP as HOOKS
+from mcore_qwen3vl.data.records.hooks import GROUP as HOOKS
 from mcore_qwen3vl.losses.registry import GROUP as FAMILIES
 from mcore_qwen3vl.losses.tokens import GROUP as LOSSES
 from mcore_qwen3vl.simulated_gpu.__main__ import make_parser

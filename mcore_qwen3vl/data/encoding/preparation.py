@@ -17,15 +17,11 @@ from mcore_qwen3vl.data.encoding.planning import Pixels, Plan, Planner
 from mcore_qwen3vl.data.encoding.rendering import Renderer
 from mcore_qwen3vl.data.indexes import origin
 from mcore_qwen3vl.data.record_form import RecordForm
+from mcore_qwen3vl.data.records.documents import Document
+from mcore_qwen3vl.data.records.hooks import find_hook, preprocess_record
 from mcore_qwen3vl.data.records.media import MediaFolder
-from mcore_qwen3vl.data.records.parse import (
-    Conversation,
-    Document,
-    find_hook,
-    join_parts,
-    parse_record,
-    preprocess_record,
-)
+from mcore_qwen3vl.data.records.messages import Conversation
+from mcore_qwen3vl.data.records.parse import join_parts, parse_record
 from mcore_qwen3vl.data.records.reading import (
     Observed,
     parse_template_kwargs,

@@ -24,8 +24,9 @@ from types import MappingProxyType
 from typing import Any
 
 from mcore_qwen3vl.data.processor import template_variables
+from mcore_qwen3vl.data.records.documents import Document
 from mcore_qwen3vl.data.records.media import Media
-from mcore_qwen3vl.data.records.parse import MESSAGE, Conversation, Document
+from mcore_qwen3vl.data.records.messages import MESSAGE, Conversation
 from mcore_qwen3vl.data.records.reading import BadSample
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.unused.fields import Fields, Unused

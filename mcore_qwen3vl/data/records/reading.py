@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from math import inf, isfinite
@@ -194,3 +194,29 @@ def require_number(name: str, value: Any, *, above: float = -inf, least: float =
         wanted = next((said for said, limit in limits if limit > -inf), "")
         raise BadSample(f"{name} is {value!r:.40}; a number{wanted} is needed.")
     return float(value)
+
+
+def _weight_of(holder: Mapping[str, Any], key: str = "weight") -> float:
+    """Return the weight of a record or a message: ``weight``, or ms-swift's ``loss``; default 1."""
+    weight = holder.get(key)
+    if weight is None:
+        return 1.0
+    if key == "loss" and isinstance(weight, bool):
+        return float(weight)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < 1e6:
+        switch = "true, false or " if key == "loss" else ""
+        quoted = ", without quotes" if isinstance(weight, str) else ""
+        raise BadSample(
+            f"{key} is {weight!r:.40}: it takes {switch}a number from 0 to 1e6{quoted}."
+        )
+    return float(weight)
+
+
+def read_observed[P](
+    record: Mapping[str, Any], format: str, read: Callable[[Mapping[str, Any]], P]
+) -> P:
+    """Return what `read` makes of a record, with the format's name and what is not used of it."""
+    seen = Observed(record)
+    parsed: Any = read(seen)
+    made: P = replace(parsed, format=format, unused=(*seen.unused, *parsed.unused))
+    return made

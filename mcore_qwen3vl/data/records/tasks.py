@@ -18,26 +18,22 @@ from functools import partial
 from typing import Any
 
 from mcore_qwen3vl.data.records.media import MediaFolder
+from mcore_qwen3vl.data.records.messages import MESSAGES, Conversation, read_messages
+from mcore_qwen3vl.data.records.nested import NestedForm, parse_nested, rows_of
 from mcore_qwen3vl.data.records.parse import (
     FORMATS,
-    MESSAGES,
     PAIRED_ELSEWHERE,
     RETRIEVED,
     SIDES,
-    Conversation,
-    NestedForm,
     is_preference,
-    parse_nested,
     parse_record,
-    read_messages,
-    read_observed,
-    rows_of,
 )
 from mcore_qwen3vl.data.records.reading import (
     PLAIN,
     BadSample,
     Observed,
     Reading,
+    read_observed,
     require_number,
     unused_keys,
 )

@@ -21,14 +21,16 @@ from mcore_qwen3vl.data.encoding.preparation import Preparation, RawSample
 from mcore_qwen3vl.data.places import place_of
 from mcore_qwen3vl.data.record_form import RecordForm
 from mcore_qwen3vl.data.records.media import Media, MediaFolder
-from mcore_qwen3vl.data.records.parse import (
-    Conversation,
-    parse_nested,
-    parse_record,
-    read_messages,
+from mcore_qwen3vl.data.records.messages import Conversation, read_messages
+from mcore_qwen3vl.data.records.nested import parse_nested
+from mcore_qwen3vl.data.records.parse import parse_record
+from mcore_qwen3vl.data.records.reading import (
+    BadSample,
+    OverlongSample,
+    Reading,
     read_observed,
+    reason_of,
 )
-from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, Reading, reason_of
 from mcore_qwen3vl.unused.fields import Unused
 
 Kind = Literal["text", "image", "video", "grey"]

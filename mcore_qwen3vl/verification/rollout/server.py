@@ -19,7 +19,7 @@ from typing import Any, TypeGuard
 import httpx
 
 from mcore_qwen3vl.data.records.media import Media
-from mcore_qwen3vl.data.records.parse import Conversation
+from mcore_qwen3vl.data.records.messages import Conversation
 from mcore_qwen3vl.data.records.reading import BadSample
 from mcore_qwen3vl.errors import BadInput
 

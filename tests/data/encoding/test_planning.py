@@ -17,7 +17,8 @@ from mcore_qwen3vl.data.encoding.pixels import PixelLoader
 from mcore_qwen3vl.data.encoding.planning import Plan, Planner, truncate
 from mcore_qwen3vl.data.encoding.rendering import Renderer
 from mcore_qwen3vl.data.records.media import MediaFolder
-from mcore_qwen3vl.data.records.parse import Conversation, parse_record
+from mcore_qwen3vl.data.records.messages import Conversation
+from mcore_qwen3vl.data.records.parse import parse_record
 from mcore_qwen3vl.data.records.reading import PLAIN, BadSample, OverlongSample, Reading
 from tests.data.conftest import chat
 

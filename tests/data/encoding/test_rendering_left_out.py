@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.data.encoding.rendering import Rendered, Renderer
+from mcore_qwen3vl.data.records.documents import Document
 from mcore_qwen3vl.data.records.media import MediaFolder
-from mcore_qwen3vl.data.records.parse import Document, parse_record, records_of_turns
+from mcore_qwen3vl.data.records.messages import records_of_turns
+from mcore_qwen3vl.data.records.parse import parse_record
 from mcore_qwen3vl.data.records.reading import PLAIN, BadSample, Reading
 from tests.data.records.format_examples import CALL, EXAMPLES, TEMPLATE, WEATHER
 from tests.data.records.published_templates import INSTRUCT, THINKING

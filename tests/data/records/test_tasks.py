@@ -11,8 +11,10 @@ import pytest
 
 from mcore_qwen3vl.data import DataConfig, load_processor
 from mcore_qwen3vl.data.inspection import check_data
+from mcore_qwen3vl.data.records.hooks import preprocess_record
 from mcore_qwen3vl.data.records.media import MediaFolder
-from mcore_qwen3vl.data.records.parse import Conversation, parse_record, preprocess_record
+from mcore_qwen3vl.data.records.messages import Conversation
+from mcore_qwen3vl.data.records.parse import parse_record
 from mcore_qwen3vl.data.records.reading import PLAIN, BadSample, Reading
 from mcore_qwen3vl.data.records.tasks import (
     is_classification,

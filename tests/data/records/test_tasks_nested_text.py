@@ -11,7 +11,8 @@ import pytest
 from mcore_qwen3vl.data import DataConfig
 from mcore_qwen3vl.data.inspection import check_data
 from mcore_qwen3vl.data.records.media import MediaFolder
-from mcore_qwen3vl.data.records.parse import Conversation, parse_record, records_of_turns
+from mcore_qwen3vl.data.records.messages import Conversation, records_of_turns
+from mcore_qwen3vl.data.records.parse import parse_record
 from mcore_qwen3vl.data.records.reading import PLAIN, BadSample
 from mcore_qwen3vl.data.records.tasks import (
     is_classification,

@@ -1,4 +1,4 @@
-"""Turns of an agent: tools and calls as JSON text, calls after reasoning, and turns by pattern."""
+"""Turns of an agent: tools and calls as JSON text, and calls after reasoning."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from mcore_qwen3vl.data.records.parse import Conversation, parse_record, records_of_turns
+from mcore_qwen3vl.data.records.messages import Conversation, records_of_turns
+from mcore_qwen3vl.data.records.parse import parse_record
 from mcore_qwen3vl.data.records.reading import BadSample, Reading
 from tests.data.encoding.test_rendering_left_out import A, MediaFolder, Path, Q, rendered, talk
 from tests.data.records.format_examples import CALL, TEMPLATE, WEATHER
@@ -203,57 +204,6 @@ def test_reasoning_that_ends_is_used(content: str, processor: Any) -> None:
 
 
 CALLED = answered(tool_calls=CALLS)
-REASONED = {**A, "reasoning_content": "It is far."}
-
-
-@pytest.mark.parametrize(
-    ("pattern", "expected"),
-    [
-        (".", [1, 1, 1]),
-        ("Oslo", [1, 0, 0]),
-        ('"name": "weather"', [1, 0, 0]),
-        (r"^\{.*\}$", [1, 0, 0]),
-        ("^Yo", [0, 1, 1]),
-        ("^(?!.*Yo)", [1, 0, 0]),
-        ("^(?!.*weather)", [0, 1, 1]),
-        ("^(?!.*far)", [1, 1, 1]),
-    ],
-)
-def test_one_text_of_a_turn_decides(pattern: str, expected: list[int]) -> None:
-    """Its text, or its calls if it has none: so a pattern that forbids a word means it, too."""
-    record = talk(Q, CALLED, ANSWER, REASONED, Q, A)
-    weights = parsed(record, Reading(train_on=pattern)).weights
-    assert [weights[place] for place in (1, 3, 5)] == expected
-    assert sum(weights) == sum(expected)
-
-
-@pytest.mark.parametrize(
-    ("turn", "pattern", "names"),
-    [
-        (REASONED, "^It", ["its reasoning"]),
-        ({**A, "tool_calls": CALLS}, "Oslo", ["its tool calls"]),
-        ({**REASONED, "tool_calls": CALLS}, "^(?!.*Yo)", ["its tool calls", "its reasoning"]),
-        ({**REASONED, "weight": 0}, "^It", []),
-        (answered(tool_calls=CALLS, reasoning_content="Far."), "Far", ["its reasoning"]),
-    ],
-)
-def test_what_else_a_pattern_matches_is_named(turn: Any, pattern: str, names: list[str]) -> None:
-    chosen = {**A, "content": "It is not far. Or Oslo."}
-    read = parsed(talk(Q, turn, Q, chosen), Reading(train_on=pattern.replace("Far", "[Ff]ar")))
-    assert read.weights == [0, 0, 0, 1]
-    assert [item.name for item in read.unused] == names
-    assert all("train_on matches there and not in the turn's" in item.why for item in read.unused)
-
-
-@pytest.mark.parametrize("content", ["<think>\nFar.\n</think>\n\n", "Far.</think>"])
-def test_a_turn_that_only_thinks_is_chosen_by_its_calls(content: str) -> None:
-    thinking = {**A, "content": content}
-    for pattern, expected in (("Oslo", 1), ("Far", 0), ("^(?!.*Oslo)", 0)):
-        talked = talk(Q, {**thinking, "tool_calls": CALLS}, Q, {**A, "content": "Oslo Far"})
-        reading = Reading(train_on=f"(?s)({pattern})|^Oslo F")
-        assert parsed(talked, reading).weights == [0, expected, 0, 1]
-    assert parsed(talk(Q, thinking), Reading(train_on="Far")).weights == [0, 1]
-    assert parsed(talk(Q, {**thinking, "content": content + "x"}), Reading(train_on="Far")).weights
 
 
 def test_pictures_that_a_tool_answers_are_seen(processor: Any, media: Callable[..., Any]) -> None:
