@@ -13,7 +13,7 @@ from mcore_qwen3vl.data.records.media import Media, image_size
 from mcore_qwen3vl.data.records.reading import BadSample, require_number, unused_keys
 from mcore_qwen3vl.unused.fields import Fields, Unused
 
-_TAGS = re.compile("<(ref-object|bbox)>")
+OBJECT_TAG = re.compile("<(ref-object|bbox)>")
 """The place of an object's name or box in a text."""
 _SCALE = 1000
 """Qwen3-VL writes coordinates in thousandths of an image's width and height."""
@@ -21,7 +21,7 @@ _FIELDS = Fields("objects", ("ref", "bbox", "bbox_type", "image_id"))
 _TYPES = ("real", "norm1", "norm1000")
 
 
-def _ground_texts(
+def place_objects(
     texts: Sequence[str], objects: Any, images: Sequence[Media]
 ) -> tuple[list[str], list[Unused]]:
     """Return the texts of a record with its objects in place of the tags, and what is not used.
@@ -37,7 +37,7 @@ def _ground_texts(
     Raises:
         BadSample: there are other numbers of tags and objects, or a box is not inside its image.
     """
-    kinds = [kind for text in texts for kind in _TAGS.findall(text)]
+    kinds = [kind for text in texts for kind in OBJECT_TAG.findall(text)]
     if not kinds:
         return list(texts), []
     if not isinstance(objects, Mapping):
@@ -54,7 +54,7 @@ def _ground_texts(
                 "of objects."
             )
     left = {kind: iter(values) for kind, values in written.items()}
-    placed = [_TAGS.sub(lambda tag: next(left[tag[1]]), text) for text in texts]
+    placed = [OBJECT_TAG.sub(lambda tag: next(left[tag[1]]), text) for text in texts]
     return placed, unused_keys(_FIELDS, objects)
 
 

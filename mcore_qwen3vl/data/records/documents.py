@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_qwen3vl.data.records.boxes import _TAGS, _ground_texts
+from mcore_qwen3vl.data.records.boxes import OBJECT_TAG, place_objects
 from mcore_qwen3vl.data.records.media import (
     KINDS,
     TAG,
@@ -18,7 +18,7 @@ from mcore_qwen3vl.data.records.media import (
     unused_of_lists,
 )
 from mcore_qwen3vl.data.records.nested import parse_nested
-from mcore_qwen3vl.data.records.reading import BadSample, _weight_of
+from mcore_qwen3vl.data.records.reading import BadSample, weight_of
 from mcore_qwen3vl.unused.fields import Unused
 
 CAPTION_KEYS = ("caption", "text", "txt")
@@ -87,12 +87,12 @@ def _make_document(parts: list[str | Media], record: Mapping[str, Any]) -> Docum
     if not any(text.strip() for text in texts):
         raise BadSample("the document holds no text.")
     unused = unused_of_lists(record)
-    if any(map(_TAGS.search, texts)) and record.get("objects") is not None:
+    if any(map(OBJECT_TAG.search, texts)) and record.get("objects") is not None:
         images = [part for part in parts if isinstance(part, Media) and part.kind == "image"]
-        texts, left = _ground_texts(texts, parse_nested(record["objects"], "objects"), images)
+        texts, left = place_objects(texts, parse_nested(record["objects"], "objects"), images)
         unused += left
         rest = iter(texts)
         parts = [next(rest) if isinstance(part, str) else part for part in parts]
-    tags = [tag for text in texts for tag in (*TAG.finditer(text), *_TAGS.finditer(text))]
+    tags = [tag for text in texts for tag in (*TAG.finditer(text), *OBJECT_TAG.finditer(text))]
     unused += [Unused("a document", tag[0], "trained as text") for tag in tags]
-    return Document(parts, _weight_of(record), unused=tuple(dict.fromkeys(unused)))
+    return Document(parts, weight_of(record), unused=tuple(dict.fromkeys(unused)))

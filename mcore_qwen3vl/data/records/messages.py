@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_qwen3vl.data.records.boxes import _TAGS, _ground_texts
+from mcore_qwen3vl.data.records.boxes import OBJECT_TAG, place_objects
 from mcore_qwen3vl.data.records.media import (
     KINDS,
     OPTION_NAMES,
@@ -26,15 +26,15 @@ from mcore_qwen3vl.data.records.media import (
 from mcore_qwen3vl.data.records.nested import NestedForm, parse_nested, rows_of
 from mcore_qwen3vl.data.records.reading import (
     BadSample,
-    _weight_of,
     parse_template_kwargs,
     unused_keys,
+    weight_of,
 )
 from mcore_qwen3vl.data.records.tool_calls import (
-    _parse_calls,
-    _parse_tool_calls,
-    _parse_tools,
-    _with_tool_calls,
+    parse_calls_in_text,
+    parse_tool_calls,
+    parse_tools,
+    with_tool_calls,
 )
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.unused.fields import Fields, Unused
@@ -98,7 +98,7 @@ def read_messages(
     for index, message in enumerate(_require_turns(record, "messages"), 1):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise BadSample(f"message {index} must be an object with a role and content.")
-        turns.append(_with_tool_calls(message))
+        turns.append(with_tool_calls(message))
     return _make_conversation(record, "messages", turns, folder, prompt=prompt)
 
 
@@ -137,7 +137,7 @@ def records_of_turns(record: Any) -> list[Any]:
     for turn, role, following in zip(turns, roles, [*roles[1:], None], strict=True):
         answers = role in ("assistant", _CALL)
         goes_on = _is_same_turn(role, following)
-        if answers and not goes_on and _weight_of(turn) * _weight_of(turn, "loss") > 0:
+        if answers and not goes_on and weight_of(turn) * weight_of(turn, "loss") > 0:
             start = len(prompt)
             # The messages before that are of the same turn keep their weights.
             while start and _is_same_turn(roles[start - 1], roles[start]):
@@ -167,7 +167,7 @@ def _with_used_media_only(
         left = media_list(record, kind)[:used]
         cut |= {name: left for name in (kind, f"{kind}s") if record.get(name)}
     if isinstance(objects := record.get("objects"), Mapping):
-        kinds = [kind for text in texts for kind in _TAGS.findall(text)]
+        kinds = [kind for text in texts for kind in OBJECT_TAG.findall(text)]
         counts = {"ref": kinds.count("ref-object"), "bbox": kinds.count("bbox")}
         counts["image_id"] = counts["bbox"]
         trimmed = {name: objects[name][:count] for name, count in counts.items() if name in objects}
@@ -256,7 +256,7 @@ def _make_conversation(
 ) -> Conversation:
     """Make a conversation of a record, whose turns have a role and content each."""
     media = RecordMedia(record, folder)
-    sample_weight = _weight_of(record)
+    sample_weight = weight_of(record)
     rendered: list[dict[str, Any]] = []
     weights: list[float] = []
     unused = unused_of_lists(record)
@@ -282,7 +282,7 @@ def _make_conversation(
         message, left = _template_message(turn, role, index, media)
         unused += left
         # A zero in either of them masks a turn.
-        weight = _weight_of(turn) * _weight_of(turn, "loss") * sample_weight
+        weight = weight_of(turn) * weight_of(turn, "loss") * sample_weight
         if _is_same_turn(previous, role):
             if weight != weights[-1]:
                 raise BadSample(
@@ -295,14 +295,14 @@ def _make_conversation(
             weights.append(weight if message["role"] == "assistant" else 0.0)
         previous = role
     media.check_all_used({item.name: item.where for item in unused if item.why == _AS_TEXT})
-    unused += _ground_messages(record, rendered, media.media)
+    unused += _place_objects_in_messages(record, rendered, media.media)
     if not (prompt or any(weights)):
         raise BadSample("no assistant turn has a weight above 0, so nothing would be trained.")
     return Conversation(
         rendered,
         media.media,
         weights,
-        _parse_tools(record),
+        parse_tools(record),
         prompt,
         chat_template_kwargs=_template_kwargs(record),
         unused=tuple(dict.fromkeys(unused)),
@@ -337,7 +337,7 @@ def _add_call(turn: dict[str, Any], message: Mapping[str, Any], index: int) -> N
         turn.setdefault(name, value)
 
 
-def _ground_messages(
+def _place_objects_in_messages(
     record: Mapping[str, Any], messages: list[dict[str, Any]], media: Sequence[Media]
 ) -> list[Unused]:
     """Put the record's objects in place of their tags; return what is not used of them."""
@@ -349,14 +349,14 @@ def _ground_messages(
             (message, "content"),
             *((part, "text") for part in message["content"] if isinstance(part, dict)),
         )
-        if isinstance(holder.get(key), str) and _TAGS.search(holder[key])
+        if isinstance(holder.get(key), str) and OBJECT_TAG.search(holder[key])
     ]
     if not texts:
         return []
     images = [medium for medium in media if medium.kind == "image"]
     objects = parse_nested(record.get("objects"), "objects")
     try:
-        placed, unused = _ground_texts([holder[key] for _, holder, key in texts], objects, images)
+        placed, unused = place_objects([holder[key] for _, holder, key in texts], objects, images)
     except BadSample as error:
         place = "" if isinstance(objects, Mapping) else f"message {texts[0][0]}: "
         raise BadSample(f"{place}{error}") from error
@@ -371,11 +371,11 @@ def _template_message(
     """Return a turn in the form that templates read, and what is not used of it."""
     kept = {name: value for name, value in turn.items() if name not in _OWN}
     if kept.get("tool_calls"):
-        kept["tool_calls"] = _parse_tool_calls(kept["tool_calls"], index)
+        kept["tool_calls"] = parse_tool_calls(kept["tool_calls"], index)
     unused = unused_keys(MESSAGE, turn)
     unused += _unused_tags(turn.get("reasoning_content"), "reasoning_content")
     if role == _CALL:
-        calls = _parse_calls(turn, index, unused)
+        calls = parse_calls_in_text(turn, index, unused)
         return {**kept, "role": "assistant", "content": "", "tool_calls": calls}, unused
     if role != "assistant":
         weights = {name: turn[name] for name in ("weight", "loss") if name in turn}

@@ -20,7 +20,7 @@ from mcore_qwen3vl.data.records.hooks import preprocess_record
 from mcore_qwen3vl.data.records.media import KINDS, Kind, MediaFolder
 from mcore_qwen3vl.data.records.messages import Conversation, read_conversations, read_messages
 from mcore_qwen3vl.data.records.reading import PLAIN, BadSample, Reading, read_observed
-from mcore_qwen3vl.data.records.trained_turns import _select_turns
+from mcore_qwen3vl.data.records.trained_turns import select_turns
 
 _IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff")
 _VIDEO_SUFFIXES = ("mp4", "mkv", "webm", "mov", "avi")
@@ -34,7 +34,7 @@ def parse_record(record: Any, folder: MediaFolder, reading: Reading = PLAIN) -> 
     record = preprocess_record(record, reading)
     form = format_of(record, reading.format)
     parsed = read_observed(record, form.name, lambda seen: form.read(seen, folder))
-    return _select_turns(parsed, reading) if isinstance(parsed, Conversation) else parsed
+    return select_turns(parsed, reading) if isinstance(parsed, Conversation) else parsed
 
 
 def join_parts(parts: Mapping[str, Any], record: Any) -> Any:

@@ -196,7 +196,7 @@ def require_number(name: str, value: Any, *, above: float = -inf, least: float =
     return float(value)
 
 
-def _weight_of(holder: Mapping[str, Any], key: str = "weight") -> float:
+def weight_of(holder: Mapping[str, Any], key: str = "weight") -> float:
     """Return the weight of a record or a message: ``weight``, or ms-swift's ``loss``; default 1."""
     weight = holder.get(key)
     if weight is None:

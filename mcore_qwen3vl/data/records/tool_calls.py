@@ -12,7 +12,7 @@ from mcore_qwen3vl.unused.fields import Fields, Unused
 _CALLED = Fields("a tool call", ("name", "arguments"))
 
 
-def _with_tool_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_tool_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return `message` with OpenAI's older ``function_call`` rewritten as ``tool_calls``."""
     call = message.get("function_call")
     if call is None or call == "":
@@ -21,7 +21,9 @@ def _with_tool_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**kept, "tool_calls": [{"type": "function", "function": call}]}
 
 
-def _parse_calls(turn: Mapping[str, Any], index: int, unused: list[Unused]) -> list[dict[str, Any]]:
+def parse_calls_in_text(
+    turn: Mapping[str, Any], index: int, unused: list[Unused]
+) -> list[dict[str, Any]]:
     """Return the calls of a turn whose text is ``{"name": ..., "arguments": ...}``, or a list."""
     where = f"message {index}, a tool call,"
     said = parse_nested(turn.get("content"), where)
@@ -39,7 +41,7 @@ def _parse_calls(turn: Mapping[str, Any], index: int, unused: list[Unused]) -> l
     ]
 
 
-def _parse_tool_calls(value: Any, index: int) -> list[dict[str, Any]]:
+def parse_tool_calls(value: Any, index: int) -> list[dict[str, Any]]:
     """Return ``tool_calls`` of OpenAI's form, of which each level may be JSON text."""
     where = f"a tool call of message {index}"
     key = f"tool_calls of message {index}"
@@ -75,7 +77,7 @@ def _parse_function(value: Any, where: str) -> dict[str, Any]:
     return {**function, "arguments": parsed}
 
 
-def _parse_tools(record: Mapping[str, Any]) -> list[Any] | None:
+def parse_tools(record: Mapping[str, Any]) -> list[Any] | None:
     """Return the tools that the record offers, of which each level may be JSON text."""
     key = "tools"
     if record.get(key) in (None, "") and record.get("functions") is not None:

@@ -13,7 +13,7 @@ from mcore_qwen3vl.data.records.reading import BadSample, Reading
 from mcore_qwen3vl.unused.fields import Unused
 
 
-def _select_turns(parsed: Conversation, reading: Reading) -> Conversation:
+def select_turns(parsed: Conversation, reading: Reading) -> Conversation:
     """Add the data set's system prompt, and choose the turns to train on."""
     weights, left = _weights_of_turns(parsed, reading.train_on)
     if not any(weights):
