@@ -18,8 +18,9 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.unused.fields import as_json
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.data.inspection import DataReport, Seen
+    from mcore_qwen3vl.data.inspection import DataReport
     from mcore_qwen3vl.data.measuring import Measured
+    from mcore_qwen3vl.data.showing import Seen
     from mcore_qwen3vl.part import Part
 
 PROBLEMS_SHOWN = 20
@@ -132,13 +133,8 @@ def check(
     console.quiet_libraries()
     from mcore_qwen3vl.converters.identify import identify
     from mcore_qwen3vl.data import load_processor
-    from mcore_qwen3vl.data.inspection import (
-        Check,
-        check_data,
-        check_part,
-        clean_writer,
-        plot_report,
-    )
+    from mcore_qwen3vl.data.inspection import Check, check_data, check_part, plot_report
+    from mcore_qwen3vl.data.rewriting import clean_writer
     from mcore_qwen3vl.losses.registry import detected_form
     from mcore_qwen3vl.machine import require_extra, usable_cores
     from mcore_qwen3vl.unused.folder import unused_of
@@ -308,7 +304,7 @@ def turns(
     Their template leaves the reasoning of earlier turns out, so each turn has a prompt of its own.
     """
     console.quiet_libraries()
-    from mcore_qwen3vl.data.inspection import write_turns
+    from mcore_qwen3vl.data.rewriting import write_turns
 
     read, written = write_turns(path, out)
     sizes = {"bytes_read": path.stat().st_size, "bytes_written": out.stat().st_size}
@@ -350,7 +346,7 @@ def show_sample(
     console.quiet_libraries()
     from mcore_qwen3vl.converters.identify import identify
     from mcore_qwen3vl.data import load_processor
-    from mcore_qwen3vl.data.inspection import read_sample, write_page
+    from mcore_qwen3vl.data.showing import read_sample, write_page
 
     processor = load_processor(identify(hf_model).config())
     config = DataConfig(seq_length, **reading)

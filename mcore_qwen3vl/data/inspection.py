@@ -1,53 +1,41 @@
-"""What a data set holds, before it trains: a check of every sample, and a page that shows one.
+"""What a data set holds, before it trains: a check of every sample, and its report.
 
-The check reads, tokenises and decodes every sample, as training would; it can write the samples
-that pass, a plot of lengths, and each turn as a sample. It also packs the lengths in ways that
-training has, and says how even the ranks' work would be. The HTML page, in one file, shows a sample
-as the model will see it.
+The check reads, tokenises and decodes every sample, as training would. It also packs the lengths in
+ways that training has, and says how even the ranks' work would be.
 """
 
 from __future__ import annotations
 
-import base64
-import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, field
-from io import BytesIO
-from itertools import batched
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
-from torch import Tensor
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import counted
 from mcore_qwen3vl.data.config import DataConfig, parse_sources
 from mcore_qwen3vl.data.datasets import CrudeSamples, unread_of
-from mcore_qwen3vl.data.encoding.balanced import Size, size_of, uneven_works
-from mcore_qwen3vl.data.encoding.division import Row, divide
+from mcore_qwen3vl.data.encoding.balanced import Size, size_of
 from mcore_qwen3vl.data.encoding.packing import best_fit
-from mcore_qwen3vl.data.encoding.planning import Pixels, Plan, PlannedMedia, check_length
+from mcore_qwen3vl.data.encoding.planning import check_length
 from mcore_qwen3vl.data.encoding.preparation import Preparation
-from mcore_qwen3vl.data.indexes import ensure_index, record_of
 from mcore_qwen3vl.data.parts import Parts, depends_on
 from mcore_qwen3vl.data.places import number_of, sample_id
 from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.record_form import DetectedForm
 from mcore_qwen3vl.data.records.media import peculiarities
-from mcore_qwen3vl.data.records.messages import records_of_turns
-from mcore_qwen3vl.data.records.reading import PLAIN, BadSample, OverlongSample, Reading, reason_of
+from mcore_qwen3vl.data.records.reading import PLAIN, OverlongSample, Reading, reason_of
 from mcore_qwen3vl.data.records.video import is_uneven
 from mcore_qwen3vl.data.scores import teachers_of
-from mcore_qwen3vl.errors import BadInput, CheckFailed
-from mcore_qwen3vl.files import atomic_write, parse_json, templates
+from mcore_qwen3vl.data.workload import Balance, Workload, pack_by_length, pack_by_work
+from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import atomic_write
 from mcore_qwen3vl.machine import require_extra
-from mcore_qwen3vl.model import flops
 from mcore_qwen3vl.part import Part
 from mcore_qwen3vl.runtime.pool import work_in_children
 from mcore_qwen3vl.unused.fields import Unused
@@ -480,86 +468,6 @@ def _measure_balance(
     return {way: load.balance(list(rows), micro_batches) for way, rows in ways.items()}
 
 
-@dataclass(frozen=True)
-class Balance:
-    """How even the work of the rows is."""
-
-    micro_batch_step: float
-    """Sum over rows of the most work of a pack, divided by the sum of the rows' means: the time
-    that the ranks take together, relative to perfect balance."""
-    worst_micro_batch_step: float
-    optimizer_step: float
-    """The same ratio for the ranks' totals over a step, which matters if ranks wait for one another
-    only when they reduce gradients."""
-    filled: float
-    """Share of the packs that is not padding."""
-    packs: list[float]
-    """The work of each pack divided by the mean of all packs."""
-
-
-class Workload:
-    """Samples with the work that a model does for them."""
-
-    def __init__(self, architecture: Architecture, sizes: Sequence[Size], capacity: int) -> None:
-        self.lengths = [size.tokens for size in sizes]
-        self.extra = uneven_works(architecture, sizes).tolist()
-        self.capacity = capacity
-        self.linear = flops.language(architecture, capacity, 0)
-        """FLOPs of a pack's linear layers, padding included."""
-
-    def balance(self, rows: Sequence[Row], rows_per_step: int) -> Balance:
-        """Return the balance of whole steps, or of all rows if they are fewer than a step's."""
-        per_step = min(rows_per_step, len(rows))
-        rows = rows[: len(rows) // per_step * per_step]
-        work = np.array(
-            [[self.linear + sum(self.extra[item] for item in pack) for pack in row] for row in rows]
-        ).reshape(-1, per_step, len(rows[0]))  # (steps, rows, ranks)
-        tokens = [sum(self.lengths[item] for item in pack) for row in rows for pack in row]
-        totals = work.sum(1)
-        return Balance(
-            micro_batch_step=float(work.max(2).sum() / work.mean(2).sum()),
-            worst_micro_batch_step=float((work.max(2) / work.mean(2)).max()),
-            optimizer_step=float(totals.max(1).sum() / totals.mean(1).sum()),
-            filled=float(np.mean(tokens)) / self.capacity,
-            packs=(work / work.mean()).ravel().tolist(),
-        )
-
-
-def pack_by_length(lengths: Sequence[int], capacity: int, ranks: int, buffer: int) -> Iterator[Row]:
-    """Pack without ``--balance``: each rank packs its own part, buffer by buffer."""
-    share = len(lengths) // ranks
-    columns: list[list[list[int]]] = [[] for _ in range(ranks)]
-    for rank, packs in enumerate(columns):
-        for items in batched(range(rank * share, (rank + 1) * share), buffer):
-            fit = best_fit([lengths[item] for item in items], capacity)
-            packs += [[items[place] for place in pack] for pack in fit]
-    for row in zip(*columns, strict=False):
-        yield list(row)
-
-
-def pack_by_work(
-    lengths: Sequence[int],
-    works: Sequence[float],
-    capacity: int,
-    ranks: int,
-    buffer: int,
-    rows_per_step: int,
-) -> Iterator[Row]:
-    """Pack with ``--balance``, `buffer` samples a rank at a time; omit a last, partial buffer."""
-    every_length, every_work = np.asarray(lengths), np.asarray(works)
-    waiting: list[int] = []
-    place = 0
-    while (end := place + ranks * buffer - len(waiting)) <= len(lengths):
-        carried = len(waiting)
-        waiting += range(place, end)
-        place = end
-        chosen = every_length[waiting], every_work[waiting]
-        division = divide(*chosen, capacity, ranks, carried=carried, rows_per_step=rows_per_step)
-        for row in division.rows:
-            yield [[waiting[item] for item in pack] for pack in row]
-        waiting = [waiting[item] for item in division.left]
-
-
 def plot_report(report: DataReport, png: Path) -> None:
     """Draw the histograms into `png`.
 
@@ -598,262 +506,3 @@ def _draw_balance(axes: Any, balance: dict[str, Balance]) -> None:
         axes.stairs(counts / len(result.packs), edges, label=label)
     axes.set(xlabel="work of a pack / mean", ylabel="share of packs")
     axes.legend(fontsize="small")
-
-
-@contextmanager
-def clean_writer(
-    out: Path, data: Path, flag: str = "--write-clean"
-) -> Iterator[Callable[[bytes], object]]:
-    """Write records to a file, which appears complete at the end, or not at all if it is empty.
-
-    Yields:
-        A function that takes the JSON of a record and writes it.
-
-    Raises:
-        BadInput: `data` is another kind of data set; or `out` exists, is not a JSONL file, is in
-            another folder than `data`, or cannot be written.
-    """
-    if data.suffix not in (".jsonl", ".json") or not data.is_file():
-        raise BadInput(f"{flag} takes the records of a .jsonl or .json file, not {data}.")
-    if out.suffix != ".jsonl":
-        raise BadInput(f"{flag} {out}: it writes one record a line; name a .jsonl file.")
-    if out.exists():
-        raise BadInput(f"{flag} {out}: that exists already; name another file.")
-    if out.absolute().parent.resolve() != data.absolute().parent.resolve():
-        raise BadInput(
-            f"{flag} {out}: records name images relative to their own file, so name one in "
-            f"the folder of {data}."
-        )
-    with atomic_write(out) as partial, partial.open("wb") as lines:
-        yield lambda record: lines.write(_on_one_line(record))
-    if not out.stat().st_size:
-        out.unlink()
-
-
-def write_turns(data: Path, out: Path) -> tuple[int, int]:
-    """Write a record for each trained turn of a file's conversations, see :func:`records_of_turns`.
-
-    Returns:
-        The numbers of records read and written.
-
-    Raises:
-        BadInput: see :func:`clean_writer`; or a record is malformed.
-    """
-    read = written = 0
-    with clean_writer(out, data, "--out") as write:
-        for crude in CrudeSamples(parse_sources([str(data)]), split="train", trust=False):
-            read += 1
-            try:
-                records = records_of_turns(parse_json(crude["json"], unique=True))
-            except (BadSample, ValueError) as error:
-                raise BadInput(f"{sample_id(crude)}: {error}") from error
-            for record in records:
-                write(_as_json(record))
-            written += len(records)
-    return read, written
-
-
-def _on_one_line(record: bytes) -> bytes:
-    """Return JSON text on one line; text that is on one line already keeps its bytes."""
-    text = record.strip()
-    if b"\n" in text:
-        text = _as_json(json.loads(text))
-    return text + b"\n"
-
-
-def _as_json(record: Any) -> bytes:
-    """Return a record as JSON: in UTF-8, unless a text has half of a surrogate pair."""
-    try:
-        return json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return json.dumps(record).encode()
-
-
-PICTURES = 16
-"""The largest number of a video's frames that are shown."""
-SHOWN_WIDTH = {"image": 480, "video": 240}
-"""Width on the page in pixels; narrower pictures are enlarged by a whole number."""
-
-
-@dataclass(frozen=True)
-class TokenRun:
-    """Consecutive tokens of the same kind and weight."""
-
-    text: str
-    kind: str  # text, or image or video for its placeholders
-    start: int  # the first one's place in the sample, from 0
-    token_ids: list[int]
-    texts: list[str]  # of each token; part of a character is U+FFFD
-    weight: float  # 0: not trained
-
-    @property
-    def count(self) -> int:
-        """The number of tokens."""
-        return len(self.token_ids)
-
-
-@dataclass(frozen=True)
-class Shown:
-    """One image or video on the page."""
-
-    name: str
-    kind: str
-    grid: tuple[int, int, int]  # (T, H, W) in patches
-    height: int
-    width: int
-    features: int  # placeholders
-    pictures: list[str]  # data URIs
-    times: list[str]  # a video's time tokens, one for each of the pictures
-
-    @property
-    def zoom(self) -> int:
-        """The whole number by which the picture is enlarged, in both directions."""
-        return max(SHOWN_WIDTH[self.kind] // self.width, 1)
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A sample in the form that the page shows."""
-
-    name: str
-    format: str
-    tokens: int
-    trained: int
-    runs: list[TokenRun]
-    media: list[Shown]
-    unused: tuple[Unused, ...] = ()
-
-
-def read_sample(
-    path: Path,
-    number: int,
-    processor: Any,
-    config: DataConfig,
-    *,
-    split: str = "train",
-    defaults: Reading = PLAIN,
-) -> Seen:
-    """Read, tokenise and decode one sample, whose `number` is the line or the record, from 1.
-
-    Raises:
-        BadInput: there is no such record.
-        CheckFailed: the record cannot be used; the message says why.
-    """
-    sources = parse_sources([str(path)], defaults)
-    preparation = Preparation(processor, config, sources)
-    samples = CrudeSamples(sources, split=split, trust=config.trust_data)
-    record = record_of(ensure_index(path), number) if path.suffix == ".jsonl" else number - 1
-    if record >= len(samples):
-        raise BadInput(f"{path} has {len(samples):,} records; there is no record {number:,}.")
-    crude = samples[record]
-    try:
-        raw = preparation.raw(crude)
-        parsed = preparation.parse(raw)
-        plan = preparation.plan(raw, parsed)
-        pixels = preparation.load_pixels(plan, raw.source)
-    except Exception as error:  # as in the loader, any exception makes the sample bad
-        raise CheckFailed(f"{sample_id(crude)} cannot be used: {reason_of(error)}") from error
-    return Seen(
-        name=sample_id(crude),
-        format=parsed.format,
-        tokens=len(plan.input_ids),
-        trained=plan.trained_tokens,
-        runs=_split_runs(plan, processor),
-        media=_shown_media(plan, pixels, processor),
-        unused=plan.unused,
-    )
-
-
-def write_page(seen: Seen, file: Path) -> None:
-    """Write the HTML page of a sample."""
-    template = templates("mcore_qwen3vl.data").get_template("sample.html.jinja")
-    with atomic_write(file, "Choose another --out.") as partial:
-        partial.write_text(template.render(seen=seen), "utf-8", "backslashreplace")
-
-
-def _split_runs(plan: Plan, processor: Any) -> list[TokenRun]:
-    """Split the tokens where the weight or the kind of token changes."""
-    placeholders = {processor.image_token_id: "image", processor.video_token_id: "video"}
-    ids = plan.input_ids
-    kinds = np.array([placeholders.get(int(token), "text") for token in ids])
-    edges = np.flatnonzero((kinds[1:] != kinds[:-1]) | (np.diff(plan.loss_weights) != 0)) + 1
-    runs = []
-    for start, end in zip([0, *edges.tolist()], [*edges.tolist(), len(ids)], strict=True):
-        tokens = ids[start:end].tolist()
-        text = processor.tokenizer.decode(tokens) if kinds[start] == "text" else ""
-        texts = processor.tokenizer.batch_decode([[token] for token in tokens])
-        weight = float(plan.loss_weights[start])
-        runs.append(TokenRun(text, str(kinds[start]), start, tokens, texts, weight))
-    return runs
-
-
-def _shown_media(plan: Plan, pixels: Pixels, processor: Any) -> list[Shown]:
-    """Return the images and videos of a sample in the form that the page shows."""
-    images, videos = processor.image_processor, processor.video_processor
-    queues = {
-        "image": _reassemble_pictures(pixels.pixel_values, pixels.image_grid_thw, images),
-        "video": _reassemble_pictures(pixels.pixel_values_videos, pixels.video_grid_thw, videos),
-    }
-    shown = []
-    for item in plan.media:
-        grid, frames = next(queues[item.media.kind])
-        shown.append(
-            Shown(
-                name=item.media.name,
-                kind=item.media.kind,
-                grid=grid,
-                height=grid[1] * images.patch_size,
-                width=grid[2] * images.patch_size,
-                features=item.patches // images.merge_size**2,
-                pictures=[_data_uri(frame) for frame in frames[:PICTURES]],
-                times=_timestamp_texts(item, processor)[:PICTURES],
-            )
-        )
-    return shown
-
-
-def _timestamp_texts(item: PlannedMedia, processor: Any) -> list[str]:
-    """Return the texts that the model reads before each pair of frames."""
-    if item.metadata is None:
-        return []
-    seconds = processor._calculate_timestamps(
-        item.metadata.frames_indices,
-        item.metadata.fps,
-        processor.video_processor.temporal_patch_size,
-    )
-    return [f"<{second:.1f} seconds>" for second in seconds]
-
-
-def _reassemble_pictures(
-    values: Tensor | None, grids: Tensor | None, processor: Any
-) -> Iterator[tuple[tuple[int, int, int], np.ndarray]]:
-    """Reassemble the images, or the videos, of a sample from their patches, one after the other.
-
-    Yields:
-        (frames, rows, columns) in patches, and the pictures (F, height, width, 3) uint8, as
-        resized: the first of each pair of frames.
-    """
-    if values is None or grids is None:
-        return
-    merge, patch = processor.merge_size, processor.patch_size
-    counts = grids.prod(1).tolist()
-    for (frames, rows, columns), patches in zip(grids.tolist(), values.split(counts), strict=True):
-        # HF's order: patches that are merged lie together; in each, channel, frame, row, column.
-        cut = patches.reshape(
-            frames, rows // merge, columns // merge, merge, merge, 3,
-            processor.temporal_patch_size, patch, patch,
-        )[:, :, :, :, :, :, 0]  # fmt: skip
-        pixels = cut.permute(0, 1, 3, 6, 2, 4, 7, 5).reshape(
-            frames, rows * patch, columns * patch, 3
-        )
-        shown = pixels.numpy()
-        if pixels.is_floating_point():
-            shown = shown * np.array(processor.image_std) + np.array(processor.image_mean)
-            shown = (shown * 255).round().clip(0, 255).astype(np.uint8)
-        yield (frames, rows, columns), shown
-
-
-def _data_uri(picture: np.ndarray) -> str:
-    buffer = BytesIO()
-    Image.fromarray(np.ascontiguousarray(picture)).save(buffer, "PNG")
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()

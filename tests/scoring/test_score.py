@@ -22,8 +22,8 @@ from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.data import DataConfig, Source, load_processor
 from mcore_qwen3vl.data.datasets import CrudeSamples
 from mcore_qwen3vl.data.encoding.preparation import Preparation
-from mcore_qwen3vl.data.inspection import read_sample
 from mcore_qwen3vl.data.scores import References, facts_file_of, vocabulary_fingerprint
+from mcore_qwen3vl.data.showing import read_sample
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.losses.preference import PreferenceLoss
