@@ -40,14 +40,14 @@ if TYPE_CHECKING:
     from mcore_qwen3vl.forward import RunBatch
     from mcore_qwen3vl.losses import passes, tokens
     from mcore_qwen3vl.losses.reduction import Objective, Reduced
-    from mcore_qwen3vl.model import head
     from mcore_qwen3vl.model import inputs as model_inputs
+    from mcore_qwen3vl.model import log_probs as chunked
     from mcore_qwen3vl.model.decoder.attention import PackedSequence
     from mcore_qwen3vl.model.head import Head
     from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 else:
     torch = Lazy("torch")
-    scores, head = map(Lazy, ("mcore_qwen3vl.data.scores", "mcore_qwen3vl.model.head"))
+    scores, chunked = map(Lazy, ("mcore_qwen3vl.data.scores", "mcore_qwen3vl.model.log_probs"))
     passes, tokens = map(Lazy, ("mcore_qwen3vl.losses.passes", "mcore_qwen3vl.losses.tokens"))
     model_inputs = Lazy("mcore_qwen3vl.model.inputs")
     forward = Lazy("mcore_qwen3vl.forward")
@@ -228,7 +228,7 @@ def _divergences_and_cross_entropies(
         hidden_states,
         output_weight,
         reduce=partial(
-            head.log_probs_of, ids=ids, targets=labels, temperature=settings.temperature
+            chunked.log_probs_of, ids=ids, targets=labels, temperature=settings.temperature
         ),
     )
     return torch.stack([divergences(student, teacher, settings), -of_labels])
@@ -259,7 +259,9 @@ def _teachers_likeliest(
 ) -> Tensor:
     """Compute (B, s, 2 k + 1) float32: k ids, their log-probabilities and that of the rest."""
     ids, log_probs = output_layer(
-        hidden_states, output_weight, reduce=partial(head.likeliest, k=k, temperature=temperature)
+        hidden_states,
+        output_weight,
+        reduce=partial(chunked.likeliest, k=k, temperature=temperature),
     )
     return torch.cat([ids.float(), log_probs], -1)  # Megatron passes one tensor on
 

@@ -45,7 +45,7 @@ from mcore_qwen3vl.model.decoder.layer import (
     pack_features,
     unpack_features,
 )
-from mcore_qwen3vl.model.head import Head, ScoreHead, token_log_probs
+from mcore_qwen3vl.model.head import Head, ScoreHead
 from mcore_qwen3vl.model.inputs import (
     VisualInputs,
     check_shapes,
@@ -53,6 +53,7 @@ from mcore_qwen3vl.model.inputs import (
     require_right_padding,
     to_device,
 )
+from mcore_qwen3vl.model.log_probs import token_log_probs
 from mcore_qwen3vl.model.lora_modules import AdapterModule
 from mcore_qwen3vl.model.patches import patch_libraries
 from mcore_qwen3vl.model.schedule_plan import SchedulePlan

@@ -27,8 +27,9 @@ from mcore_qwen3vl.forward import forward
 from mcore_qwen3vl.labels import ONE_SCORE, Labels
 from mcore_qwen3vl.losses.last_token import SCORES, STATES
 from mcore_qwen3vl.losses.reranker import answer_word_runner, relevance
-from mcore_qwen3vl.model.head import Head, likeliest, token_log_probs
+from mcore_qwen3vl.model.head import Head
 from mcore_qwen3vl.model.inputs import to_device
+from mcore_qwen3vl.model.log_probs import likeliest, token_log_probs
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, TaskModel
 from mcore_qwen3vl.scoring.records import BlockResults, SequenceSource
 from mcore_qwen3vl.training.data_provider import (

@@ -20,7 +20,7 @@ from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.converters.mapping.parameters import Group
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.decoder.delta_rule import CHUNK
-from mcore_qwen3vl.model.head import CHUNK_BYTES
+from mcore_qwen3vl.model.log_probs import CHUNK_BYTES
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.parameter_counts import TrainedCounts, rank_parameters
 from mcore_qwen3vl.training.pipeline_order import order_of_work

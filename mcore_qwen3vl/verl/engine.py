@@ -47,8 +47,9 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.labels import ONE_SCORE
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.model.freeze import Freezing
-from mcore_qwen3vl.model.head import Head, ScoreHead, token_log_probs
+from mcore_qwen3vl.model.head import Head, ScoreHead
 from mcore_qwen3vl.model.inputs import visual_inputs
+from mcore_qwen3vl.model.log_probs import token_log_probs
 from mcore_qwen3vl.model.lora import adapter_freezing, load_saved, whole_tensors
 from mcore_qwen3vl.model.lora_modules import without_factors
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, TaskModel

@@ -104,7 +104,7 @@ def head_gradient(tokens: int, width: int, columns: int) -> list[str]:
     """Return the operators of a bf16 head's backward pass that write a gradient of the weight."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from mcore_qwen3vl.model.head import Columns, token_log_probs
+    from mcore_qwen3vl.model.log_probs import Columns, token_log_probs
 
     class Writers(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
@@ -132,7 +132,7 @@ def head_costs(
 
     The GPU has `gib` GiB, of which the context takes 0.6.
     """
-    from mcore_qwen3vl.model.head import Columns, token_log_probs
+    from mcore_qwen3vl.model.log_probs import Columns, token_log_probs
     from mcore_qwen3vl.simulated_gpu import rank
 
     def step() -> None:

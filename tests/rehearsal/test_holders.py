@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mcore_qwen3vl.model import head, qwen3vl, vision
+from mcore_qwen3vl.model import log_probs, qwen3vl, vision
 from mcore_qwen3vl.model.decoder import layer
 from mcore_qwen3vl.rehearsal import holders, stubs
 from mcore_qwen3vl.simulated_gpu import integers
@@ -50,7 +50,7 @@ def library_frame(file: str) -> dict[str, Any]:
         (layer.add_to_rows, "index_add", "embedding"),
         (layer.pack_features, "torch.cat", "residual stream"),
         (vision.VisionTower.forward, "return", "vision tower"),
-        (head.token_log_probs, "return", "logits and loss"),
+        (log_probs.token_log_probs, "return", "logits and loss"),
         (data_provider.SharedBatches._broadcast_patches, "empty_like", "batch"),
     ],
 )

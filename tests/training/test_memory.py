@@ -10,7 +10,7 @@ import pytest
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping import parameters
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.model.head import CHUNK_BYTES
+from mcore_qwen3vl.model.log_probs import CHUNK_BYTES
 from mcore_qwen3vl.model.qwen3vl import build_chunks
 from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.runtime.launch import initialize, run_layout

@@ -20,8 +20,9 @@ from mcore_qwen3vl.data.encoding.batch import IGNORED, Batch
 from mcore_qwen3vl.data.encoding.planning import Plan, spare_plan
 from mcore_qwen3vl.forward import forward
 from mcore_qwen3vl.inference import CheckedModel
-from mcore_qwen3vl.model.head import CHUNK_BYTES, Columns, Head, flat_sides, in_pairs
+from mcore_qwen3vl.model.head import Head
 from mcore_qwen3vl.model.inputs import PixelScale, to_device
+from mcore_qwen3vl.model.log_probs import CHUNK_BYTES, Columns, flat_sides, in_pairs
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 from mcore_qwen3vl.scoring.on_rank import LogProbs, Scorer
 from mcore_qwen3vl.scoring.records import BlockResults, Planned, assemble
@@ -127,7 +128,7 @@ def log_probs_under(
     positions at a time and only for those that have a target.
 
     Args:
-        hidden, weight, columns, more: as for :func:`~mcore_qwen3vl.model.head.token_log_probs`.
+        hidden, weight, columns, more: as for :func:`.log_probs.token_log_probs`.
         targets: (B, s) integers; :data:`.IGNORED` at positions that are left out, which get 0.
 
     Returns:
