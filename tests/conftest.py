@@ -25,7 +25,7 @@ from mcore_qwen3vl.simulated_gpu import Workbench  # noqa: E402
 from mcore_qwen3vl.simulated_gpu.device import cache_folder  # noqa: E402
 from mcore_qwen3vl.tiny import write_tiny_checkpoint  # noqa: E402
 from mcore_qwen3vl.tiny.records import write_image_qa  # noqa: E402
-from mcore_qwen3vl.training.arguments import command_line  # noqa: E402
+from mcore_qwen3vl.training.arguments import megatron_flags  # noqa: E402
 
 if TYPE_CHECKING:  # it imports transformers, which is slow
     from mcore_qwen3vl.verification.parity.matrix import Matrix
@@ -99,7 +99,7 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
 @pytest.fixture
 def listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulate the version of Megatron whose flags are all listed: a typo is found early."""
-    monkeypatch.setattr(command_line, "version_of", lambda name: command_line.LISTED)
+    monkeypatch.setattr(megatron_flags, "version_of", lambda name: megatron_flags.LISTED)
 
 
 @pytest.fixture

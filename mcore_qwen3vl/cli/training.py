@@ -213,7 +213,7 @@ def train(
     ] = None,
 ) -> None:
     """Train on this machine: forwards every other flag to Megatron's loop through torchrun."""
-    from mcore_qwen3vl.training.arguments.command_line import help_words
+    from mcore_qwen3vl.training.arguments.help import help_words
     from mcore_qwen3vl.training.local import show_help, train_locally
 
     words = help_words(context.args)

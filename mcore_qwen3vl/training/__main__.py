@@ -12,7 +12,8 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import refuse_undecodable
 from mcore_qwen3vl.runtime.lifetime import end_with_parent
 from mcore_qwen3vl.safe_path import protect_children
-from mcore_qwen3vl.training.arguments.command_line import CommandLine, help_words
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
+from mcore_qwen3vl.training.arguments.help import help_words
 from mcore_qwen3vl.training.logs.terminal import report_crash
 
 

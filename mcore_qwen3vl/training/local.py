@@ -14,7 +14,8 @@ from mcore_qwen3vl import console
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.runtime.lifetime import how_it_ended, scratch_folder
 from mcore_qwen3vl.training.arguments.checks import check_early, require_gpu
-from mcore_qwen3vl.training.arguments.command_line import COMMON, PROGRAM, CommandLine, print_help
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
+from mcore_qwen3vl.training.arguments.help import COMMON, PROGRAM, print_help
 from mcore_qwen3vl.training.arguments.settings import add_arguments
 
 SHUTDOWN_SECONDS = 600

@@ -31,11 +31,8 @@ from mcore_qwen3vl.training.arguments.checks import (
     unused_data_flags,
     unused_rates,
 )
-from mcore_qwen3vl.training.arguments.command_line import (
-    CommandLine,
-    help_words,
-    print_megatron_help,
-)
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
+from mcore_qwen3vl.training.arguments.help import help_words, print_megatron_help
 from mcore_qwen3vl.training.arguments.parser import (
     Parsed,
     is_about_flags,

@@ -46,8 +46,9 @@ from mcore_qwen3vl.settings.run import (
     TrainingSettings,
 )
 from mcore_qwen3vl.settings.schedule import ITERS, SAMPLES
-from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE, CommandLine, help_words
+from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE, CommandLine
 from mcore_qwen3vl.training.arguments.experts import check_experts
+from mcore_qwen3vl.training.arguments.help import help_words
 from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings
 from mcore_qwen3vl.training.folders import (
     check_export,

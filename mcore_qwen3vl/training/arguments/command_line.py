@@ -1,24 +1,17 @@
-"""The command line of a training run, parsed once before torch and megatron are imported.
-
-With ``--help [WORD...]`` it asks for all flags by group, or for those about a word.
-"""
+"""The command line of a training run, parsed once before torch and megatron are imported."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import re
-import sys
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection, Sequence
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import cache, cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import NoReturn
-
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.identify import identify, resolve
@@ -26,7 +19,7 @@ from mcore_qwen3vl.data.config import MediaLimits
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.flags import flag_of
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.machine import version_of
+from mcore_qwen3vl.training.arguments.megatron_flags import Sorting
 from mcore_qwen3vl.settings.schedule import growing_batches
 from mcore_qwen3vl.training.arguments.settings import (
     SEQ_LENGTH,
@@ -40,11 +33,6 @@ COMMAND_LINE = "the command line"
 
 NONE = "none"
 """``--FLAG none`` unsets a flag that a script set; Megatron has no value for "unset"."""
-
-FLAGS = Path(__file__).with_name("megatron-flags.txt")
-"""The list for :meth:`Sorting.from_text`."""
-LISTED = "0.19.2"
-"""The version of megatron-core that has no other flags than those of the list."""
 
 SIZES = (
     *("--tensor-model-parallel-size", "--pipeline-model-parallel-size"),
@@ -223,57 +211,6 @@ class CommandLine:
         return list(dict.fromkeys(flags))
 
 
-@dataclass(frozen=True)
-class Sorting:
-    """What a version of Megatron's flags does in a run: reach it, be refused, or nothing.
-
-    Attributes:
-        reaching: flags that something reads.
-        acts_with: of those, the flags that something reads only with another one: that one, or
-            several in turn, joined by "or".
-        refused: the reason by flag: it asks for what this package does otherwise, or not at all.
-        no_effect: the reason by flag: nothing reads it, and no run is another one for it.
-        complete: whether the version has no other flags.
-    """
-
-    reaching: frozenset[str]
-    acts_with: Mapping[str, str]
-    refused: Mapping[str, str]
-    no_effect: Mapping[str, str]
-    complete: bool
-
-    @property
-    def known(self) -> frozenset[str]:
-        """All flags of the version."""
-        return self.reaching | self.refused.keys() | self.no_effect.keys()
-
-    @classmethod
-    def for_installed(cls) -> Sorting:
-        """Return the sorting of the installed megatron-core."""
-        return cls.from_text(FLAGS.read_text(encoding="utf-8"), version_of("megatron-core"))
-
-    @classmethod
-    def from_text(cls, text: str, megatron: str) -> Sorting:
-        """Read a version's flags from a list, in which a line says what becomes of those below it.
-
-        Behind a flag that not every version has stand the versions that have it.
-        """
-        names = ("reaching", "acts with", "refused", "no effect")
-        kinds: dict[str, dict[str, str]] = {name: {} for name in names}
-        kind = reason = ""
-        release = Version(megatron).base_version  # 0.20 of a pre-release, which has its flags
-        for line in text.splitlines():
-            flag, _, versions = line.partition(" ")
-            # Such a line has the "KIND" or "KIND: REASON" of the flags below, or is the header.
-            if not flag.startswith("-"):
-                kind, _, reason = line.partition(": ")
-            elif SpecifierSet(versions).contains(release):
-                kinds[kind][flag] = reason
-        reached, acts_with, refused, no_effect = kinds.values()
-        reaching = frozenset({**reached, **acts_with})
-        return cls(reaching, acts_with, refused, no_effect, megatron == LISTED)
-
-
 @cache
 def _parser() -> StrictParser:
     """Return a parser of our flags, and of those of Megatron's that we read."""
@@ -353,103 +290,3 @@ class StrictParser(argparse.ArgumentParser):
     """An argument parser that raises ``BadInput`` instead of exiting."""
 
     error = refuse
-
-
-COMMON = {
-    "--data-path PATH": "training data; several data sets: WEIGHT PATH WEIGHT PATH ...",
-    "--valid-data-path PATH": "validation data, read once every --eval-interval steps",
-    "--eval-iters N": "validate on the first N global batches; default: on all data; 0: never",
-    "--eval-interval N": "steps between validations; default: 1000",
-    "--save DIR": "write checkpoints here; the same command again resumes from there",
-    "--save-interval N": "steps between checkpoints; default: 500",
-    "--load DIR": "checkpoint directory to resume from; default: the one of --save",
-    "--pretrained-checkpoint DIR": "start from the weights of this Megatron-Core checkpoint",
-    "--train-iters N": "steps of the whole run, resumed ones included; or --num-epochs N",
-    "--lr X": "highest learning rate; default: 1e-5",
-    "--min-lr X": "learning rate at the end",
-    "--lr-decay-style STYLE": "constant, linear, cosine, inverse-square-root or WSD",
-    "--lr-warmup-iters N": "warm-up steps, in which the learning rate rises",
-    "--weight-decay X": "weight decay of AdamW",
-    "--clip-grad X": "clip the gradient's norm to this",
-    "--micro-batch-size N": "samples, or packs, in a micro-batch; default: 1",
-    "--global-batch-size N": "samples, or packs, in a step; default: a micro-batch for each "
-    "data-parallel rank",
-    "--seq-length N": f"longest sample, or length of a pack; default: {SEQ_LENGTH}, or the model's",
-    "--tensor-model-parallel-size N": "TP: ranks among which every layer is divided",
-    "--sequence-parallel": "SP: divide the sequence between layers among the TP ranks too",
-    "--pipeline-model-parallel-size N": "PP: ranks among which the layers are divided",
-    "--context-parallel-size N": "CP: ranks among which a sequence is divided",
-    "--expert-model-parallel-size N": "EP: ranks among which the experts are divided",
-    "--use-distributed-optimizer": "divide the optimizer's state among the data-parallel ranks",
-    "--recompute-granularity WHAT": "full or selective recomputation: less memory, more compute",
-    "--mtp-num-layers N": "train the MTP layer (mtp.*), of which Qwen3.5 has 1; default: exports "
-    "copy it as it is",
-    "--mtp-loss-scaling-factor X": "with --mtp-num-layers: weight of its loss; default: 0.1",
-    "--bf16": "compute in bfloat16; the default on GPUs",
-    "--spec NAME": "te: Transformer Engine, the default on GPUs; torch: without it",
-    "--seed N": "seed of the data order and of the model's random numbers",
-    "--num-workers N": "data-preparation processes per rank",
-    "--log-interval N": "steps between log lines; default: 10",
-    "--tensorboard-dir DIR": "write TensorBoard's files here",
-    "--wandb-project NAME": "log to Weights & Biases",
-}
-"""The common flags of Megatron, by usage, for a help that is printed without its parser."""
-
-PROGRAM = "mcore-qwen3vl train [--processes N]"
-ASKS = frozenset({"-h", "--help"})
-
-
-def help_words(argv: Sequence[str]) -> list[str] | None:
-    """Return the words after ``--help`` or ``-h`` in lower case; None if no help is asked for."""
-    place = next((at for at, word in enumerate(argv) if word in ASKS), None)
-    return None if place is None else [word.lower().lstrip("-") for word in argv[place + 1 :]]
-
-
-def print_help(parser: argparse.ArgumentParser, words: Sequence[str] = ()) -> None:
-    """Print the help for flags whose name, text or group has all `words`; BadInput if none has."""
-    for group in parser._action_groups:
-        kept = [a for a in group._group_actions if _is_about(a, group.title or "", words)]
-        group._group_actions = kept
-        for action in kept:
-            _escape_percent(action)
-    parser._action_groups = [group for group in parser._action_groups if group._group_actions]
-    if not parser._action_groups:
-        raise BadInput(f"No flag is about {' '.join(words)!r}: try another word, or a part of it.")
-    parser.usage = "%(prog)s --hf-model DIR --data-path PATH [FLAG...]"
-    parser.print_help()
-
-
-def print_megatron_help(words: Sequence[str] = ()) -> NoReturn:
-    """Print Megatron's flags and ours with :func:`print_help`, and exit; imports megatron."""
-    from megatron.training.arguments import add_megatron_arguments
-
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        description="Qwen3-VL training. --help WORD shows the flags about a word.",
-        allow_abbrev=False,
-        add_help=False,
-    )
-    add_arguments(add_megatron_arguments(parser))
-    sorting = Sorting.for_installed()
-    for kind, reasons in (("refused", sorting.refused), ("no effect", sorting.no_effect)):
-        for flag, why in reasons.items():
-            if action := parser._option_string_actions.get(flag):
-                action.help = f"{kind}: {why}. {action.help or ''}"
-    print_help(parser, words)
-    sys.exit(0)
-
-
-def _is_about(action: argparse.Action, group: str, words: Sequence[str]) -> bool:
-    """Return whether a flag's name, text or group has all words; of no words any flag has all."""
-    texts = [*action.option_strings, action.dest.replace("_", "-"), action.help or "", group]
-    text = " ".join(texts).lower()
-    return all(word in text for word in words)
-
-
-def _escape_percent(action: argparse.Action) -> None:
-    """Escape a bare ``%``, which some of Megatron's help texts have and argparse would format."""
-    help = action.help or ""
-    try:
-        help % {**vars(action), "prog": "", "type": ""}
-    except (ValueError, TypeError, KeyError):
-        action.help = help.replace("%", "%%")

@@ -1,8 +1,8 @@
 """Parse a command line with Megatron's parser, to which our flags and defaults are added.
 
-Megatron's flags work, as far as `command_line.Sorting` says. We reuse these: ``--data-path [WEIGHT
-PATH]...`` or ``--train-data-path``/``--valid-data-path``, ``--num-workers``, ``--spec te|torch``,
-``--seq-length``, ``--micro-batch-size``.
+Megatron's flags work, as far as `megatron_flags.Sorting` says. We reuse these:
+``--data-path [WEIGHT PATH]...`` or ``--train-data-path``/``--valid-data-path``, ``--num-workers``,
+``--spec te|torch``, ``--seq-length``, ``--micro-batch-size``.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from random import Random
 
-from mcore_qwen3vl.training.arguments.command_line import Sorting
+from mcore_qwen3vl.training.arguments.megatron_flags import Sorting
 from mcore_qwen3vl.training.arguments.settings import add_arguments
 from mcore_qwen3vl.training.contract.table import owner_of, reasons_for_no_row
 from mcore_qwen3vl.verification.search.case import Flag

@@ -11,7 +11,8 @@ import pytest
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.arguments import values
-from mcore_qwen3vl.training.arguments.command_line import CommandLine, Sorting
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
+from mcore_qwen3vl.training.arguments.megatron_flags import Sorting
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.arguments.settings import add_arguments
 from mcore_qwen3vl.training.arguments.values import check_values

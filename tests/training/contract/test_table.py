@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from megatron.training.arguments import add_megatron_arguments
 
-from mcore_qwen3vl.training.arguments.command_line import Sorting
+from mcore_qwen3vl.training.arguments.megatron_flags import Sorting
 from mcore_qwen3vl.training.arguments.settings import add_arguments
 from mcore_qwen3vl.training.contract import table
 from mcore_qwen3vl.training.contract.table import ROWS, owner_of, reasons_for_no_row

@@ -25,12 +25,8 @@ from mcore_qwen3vl.losses.reranker import ANSWERS, Reranker
 from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.settings.lora import RANK, LoraSettings
 from mcore_qwen3vl.settings.run import NOT_READ_EARLY
-from mcore_qwen3vl.training.arguments.command_line import (
-    COMMON,
-    CommandLine,
-    help_words,
-    print_help,
-)
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
+from mcore_qwen3vl.training.arguments.help import COMMON, help_words, print_help
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.arguments.settings import add_arguments, add_early_arguments
 from mcore_qwen3vl.training.run import main
