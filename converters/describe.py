@@ -19,6 +19,7 @@ import torch
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import Adapter, AdapterFile, Roles, read_adapter
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+from mcore_qwen3vl.converters.formats import open_megatron
 from mcore_qwen3vl.converters.hf.companions import read_form
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.identify import CheckpointPlace, PathKind, identify
@@ -34,7 +35,6 @@ from mcore_qwen3vl.converters.mapping.table import (
     split_experts,
     table,
 )
-from mcore_qwen3vl.converters.megatron_checkpoint import open_megatron
 from mcore_qwen3vl.converters.offline.engine import default_workers, group_units, unit_bytes
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name

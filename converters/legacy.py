@@ -29,16 +29,15 @@ import torch
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.formats import CheckpointFormat, require_own_keys
 from mcore_qwen3vl.converters.identify import RELEASE
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING, Row, max_rows, table
 from mcore_qwen3vl.converters.megatron_checkpoint import (
-    CheckpointFormat,
     CheckpointIndex,
     Chunk,
     ChunkedTensor,
     FileRange,
     MegatronCheckpoint,
-    require_own_keys,
 )
 from mcore_qwen3vl.converters.offline import to_mcore
 from mcore_qwen3vl.converters.offline.engine import ConversionPlan, Unit

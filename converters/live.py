@@ -28,12 +28,12 @@ from megatron.core.dist_checkpointing.mapping import (
 from torch import Tensor, nn
 
 from mcore_qwen3vl.config import Architecture, ExpertLayout
+from mcore_qwen3vl.converters.formats import format_of, open_megatron
 from mcore_qwen3vl.converters.hf.companions import read_form
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
 from mcore_qwen3vl.converters.identify import CheckpointPlace, PathKind, identify, resolve
 from mcore_qwen3vl.converters.mapping import forms
 from mcore_qwen3vl.converters.mapping.table import Row, table
-from mcore_qwen3vl.converters.megatron_checkpoint import format_of, open_megatron
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.boxes import Selection, Shape
 from mcore_qwen3vl.errors import BadInput

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcore_qwen3vl.converters.formats import CheckpointFormat
 from mcore_qwen3vl.converters.identify import CHECKPOINT_CONFIG
 from mcore_qwen3vl.converters.mapping.table import Row
 from mcore_qwen3vl.converters.megatron_checkpoint import (
-    CheckpointFormat,
     CheckpointIndex,
     Chunk,
     ChunkedTensor,

@@ -46,6 +46,8 @@ ORDER = (
     "converters.identify",
     "converters.hf",
     "converters.megatron_checkpoint",
+    "converters.other_keys",
+    "converters.formats",
     "converters.torch_pickle",
     "converters.torch_dist",
     "converters.offline",

@@ -4,7 +4,7 @@ The table speaks of this project's keys. What others write is a row here. All of
 Megatron's own keys for the language model, after a prefix; they differ in the vision tower, which
 the table keeps as Hugging Face has it. Each row was compared with checkpoints that the maker's own
 converter wrote (``tests/converters/peers``). Whether layers are stacked or have keys of their own
-is no matter of the dialect (`megatron_checkpoint.stack_layers`). Models with gated delta nets
+is no matter of the dialect (`other_keys.stack_layers`). Models with gated delta nets
 differ besides in values or in the order of rows (`DeltaNetForm`).
 
 Megatron's own keys are those of its ``GPTModel``. Its ``HybridModel`` numbers attention and MLP as

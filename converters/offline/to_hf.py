@@ -19,6 +19,7 @@ import xxhash
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture, ExpertLayout, read_config_file
+from mcore_qwen3vl.converters.formats import open_megatron
 from mcore_qwen3vl.converters.hf import shards
 from mcore_qwen3vl.converters.hf.companions import (
     companion_files,
@@ -40,7 +41,7 @@ from mcore_qwen3vl.converters.mapping.table import (
     split_experts,
     table,
 )
-from mcore_qwen3vl.converters.megatron_checkpoint import MegatronCheckpoint, open_megatron
+from mcore_qwen3vl.converters.megatron_checkpoint import MegatronCheckpoint
 from mcore_qwen3vl.converters.offline import manifest
 from mcore_qwen3vl.converters.offline.engine import (
     ConversionPlan,

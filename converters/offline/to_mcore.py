@@ -21,6 +21,7 @@ import xxhash
 from torch import Tensor
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.converters.formats import format_named
 from mcore_qwen3vl.converters.hf import quantized
 from mcore_qwen3vl.converters.hf.companions import (
     companion_files,
@@ -46,7 +47,6 @@ from mcore_qwen3vl.converters.megatron_checkpoint import (
     Chunk,
     ChunkedTensor,
     FileRange,
-    format_named,
 )
 from mcore_qwen3vl.converters.offline import manifest
 from mcore_qwen3vl.converters.offline.engine import (

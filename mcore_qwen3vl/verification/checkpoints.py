@@ -22,6 +22,7 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.converters.adapters.adapter import Adapter, read_adapter
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
+from mcore_qwen3vl.converters.formats import open_megatron
 from mcore_qwen3vl.converters.hf import config_file, quantized
 from mcore_qwen3vl.converters.hf.companions import companion_files, read_form, sha256_of
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
@@ -35,7 +36,7 @@ from mcore_qwen3vl.converters.mapping.table import (
     max_rows,
     table,
 )
-from mcore_qwen3vl.converters.megatron_checkpoint import MegatronCheckpoint, open_megatron
+from mcore_qwen3vl.converters.megatron_checkpoint import MegatronCheckpoint
 from mcore_qwen3vl.converters.offline import manifest
 from mcore_qwen3vl.converters.offline.engine import ConversionResult, Interrupted, default_workers
 from mcore_qwen3vl.converters.offline.manifest import stated_checksum

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_qwen3vl.config import Architecture, read_config_file, states_vision
+from mcore_qwen3vl.converters.formats import format_of
 from mcore_qwen3vl.converters.hf.companions import copy_companions, write_form
 from mcore_qwen3vl.converters.hf.config_file import Changes, dtype_to_state
 from mcore_qwen3vl.converters.hf.shards import TensorSpec
@@ -46,7 +47,7 @@ from mcore_qwen3vl.converters.identify import (
 from mcore_qwen3vl.converters.mapping.dialects import HYBRID_NORM, LANGUAGE, dialect_of
 from mcore_qwen3vl.converters.mapping.forms import Form, head_of, names_in_transformers
 from mcore_qwen3vl.converters.mapping.table import EMBEDDING
-from mcore_qwen3vl.converters.megatron_checkpoint import FileRange, format_of
+from mcore_qwen3vl.converters.megatron_checkpoint import FileRange
 from mcore_qwen3vl.converters.storage.archive import torch_refusal_error
 from mcore_qwen3vl.converters.torch_dist import read_metadata
 from mcore_qwen3vl.converters.torch_pickle import METADATA
@@ -168,7 +169,7 @@ def choose_iteration(
 
     Raises:
         BadInput: see :func:`readable_iteration` and
-            :class:`mcore_qwen3vl.converters.megatron_checkpoint.CheckpointFormat`.
+            :class:`mcore_qwen3vl.converters.formats.CheckpointFormat`.
     """
     answer: list[Any] = [None]
     if dist.get_rank() == 0:
