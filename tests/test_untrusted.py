@@ -33,7 +33,7 @@ from mcore_qwen3vl.generation.prompts import process_conversations
 from mcore_qwen3vl.scoring.records import Output
 from mcore_qwen3vl.training.arguments.checks import check_early
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
-from mcore_qwen3vl.training.checkpoints.resume import find_damage
+from mcore_qwen3vl.training.checkpoints.damage import find_damage
 from tests.command import exit_code
 
 DEEP = "[" * 100_000 + "]" * 100_000

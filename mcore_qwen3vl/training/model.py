@@ -19,7 +19,7 @@ from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.lora import adapter_freezing
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, TaskModel
 from mcore_qwen3vl.training.arguments.settings import Settings
-from mcore_qwen3vl.training.checkpoints.resume import OtherMaker
+from mcore_qwen3vl.training.checkpoints.other_maker import OtherMaker
 from mcore_qwen3vl.training.lora import LoraRun
 from mcore_qwen3vl.training.second_model import start_from
 

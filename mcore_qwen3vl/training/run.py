@@ -120,7 +120,7 @@ class Run:
         self, parsed: Parsed, screen: Console | None, observer: RunObserver, *, rehearsed: bool
     ) -> None:
         from mcore_qwen3vl.config import Architecture
-        from mcore_qwen3vl.training.checkpoints.resume import checkpoint_of_other_maker
+        from mcore_qwen3vl.training.checkpoints.other_maker import checkpoint_of_other_maker
         from mcore_qwen3vl.training.checkpoints.run_checkpoints import RunCheckpoints
         from mcore_qwen3vl.training.contract.resuming import Contract
         from mcore_qwen3vl.training.data_provider import DataProvider

@@ -30,7 +30,8 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.settings.run import CheckpointSettings
 from mcore_qwen3vl.training.checkpoints import data_state
-from mcore_qwen3vl.training.checkpoints.resume import choose_iteration, explain_load_errors
+from mcore_qwen3vl.training.checkpoints.load_errors import explain_load_errors
+from mcore_qwen3vl.training.checkpoints.resume import choose_iteration
 from mcore_qwen3vl.training.contract.record import RunRecord
 from mcore_qwen3vl.verification.curves import Job
 from tests.command import exit_code

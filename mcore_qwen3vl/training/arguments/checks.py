@@ -427,7 +427,8 @@ def _check_checkpoint_kinds(settings: Settings) -> None:
             read_form(place.hf).require_language_model(place.path)
     if not (places or checkpoints.save):
         return
-    from mcore_qwen3vl.training.checkpoints.resume import checkpoint_of_other_maker  # imports torch
+    # It imports torch.
+    from mcore_qwen3vl.training.checkpoints.other_maker import checkpoint_of_other_maker
 
     if checkpoint_of_other_maker(settings.checkpoints) is not None:
         return

@@ -19,8 +19,8 @@ from mcore_qwen3vl.data.config import MediaLimits
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.flags import flag_of
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.training.arguments.megatron_flags import Sorting
 from mcore_qwen3vl.settings.schedule import growing_batches
+from mcore_qwen3vl.training.arguments.megatron_flags import Sorting
 from mcore_qwen3vl.training.arguments.settings import (
     SEQ_LENGTH,
     Settings,

@@ -64,7 +64,7 @@ def parse(command: CommandLine) -> Parsed:
     """
     from megatron.training.arguments import parse_and_validate_args
 
-    from mcore_qwen3vl.training.checkpoints.resume import check_companions
+    from mcore_qwen3vl.training.checkpoints.companions import check_companions
 
     setup = ArgumentSetup(command, int(os.environ.get("WORLD_SIZE", "1")))
     with _explain_flag_errors():

@@ -40,7 +40,9 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import read_object_or_empty, write_at_once
 from mcore_qwen3vl.settings.run import RunSettings
 from mcore_qwen3vl.training.arguments.settings import Settings
-from mcore_qwen3vl.training.checkpoints import data_state, resume
+from mcore_qwen3vl.training.checkpoints import companions, data_state, resume
+from mcore_qwen3vl.training.checkpoints.load_errors import explain_load_errors
+from mcore_qwen3vl.training.checkpoints.other_maker import OtherMaker
 from mcore_qwen3vl.training.contract.resuming import Contract
 from mcore_qwen3vl.training.data_provider import DataProvider
 from mcore_qwen3vl.training.folders import claim_folders, find_disk_error
@@ -69,7 +71,7 @@ class CheckpointedRun(Protocol):
     lora: LoraRun | None
     metrics: Metrics
     norms: NormCheck
-    other: resume.OtherMaker | None
+    other: OtherMaker | None
     progress: RunProgress
 
 
@@ -103,7 +105,7 @@ class RunCheckpoints:
         optimizer, scheduler = _optimizer_and_scheduler(*args, **kwargs)
         if scheduler is not None and not scheduler.use_checkpoint_opt_param_scheduler:
             scheduler.override_opt_param_scheduler = True  # the contract compares the schedules
-        with resume.explain_load_errors(checkpoints):
+        with explain_load_errors(checkpoints):
             result = original(model, *args, **kwargs)
         step, folder = result[0], checkpoints.load or ""
         if not step:
@@ -159,7 +161,7 @@ class RunCheckpoints:
                 # A run that was killed may have left files here, also those of more ranks.
                 remove_checkpoint(folder, iteration)
                 if not self._has_companions:  # the same for all saves of a run
-                    resume.save_companions(self._settings)
+                    companions.save_companions(self._settings)
                     self._has_companions = True
             dist.barrier()
             if self._run.lora:
@@ -243,7 +245,7 @@ class RunCheckpoints:
     @cached_property
     def _changed_files(self) -> Mapping[str, bytes]:
         # The processor is loaded for it, which takes seconds, and all ranks wait for an export.
-        return resume.changed_files(self._settings)
+        return companions.changed_files(self._settings)
 
     def _export(self, model: list[Any], optimizer: Any, iteration: int, folder: Path) -> None:
         """Write a step to `folder`: weights or adapter, config and processor."""

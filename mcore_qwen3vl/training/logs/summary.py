@@ -30,7 +30,7 @@ from mcore_qwen3vl.training.parameter_counts import trained_of
 from mcore_qwen3vl.training.second_model import architecture_of, source_of
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.training.checkpoints.resume import OtherMaker
+    from mcore_qwen3vl.training.checkpoints.other_maker import OtherMaker
     from mcore_qwen3vl.training.lora import LoraRun
 
 
@@ -262,6 +262,7 @@ def _writes_text(settings: Settings, a: Architecture) -> str:
         writes.append(f"the processor beside them has {', '.join(budgets)}{of_adapter}")
     # A config alone is a shape.
     if (save or model.save_hf) and settings.loss.flag != "--task" and model.folder.is_dir():
+        # It imports the generation of transformers, which takes seconds.
         from mcore_qwen3vl.generation.sampling import unlisted_turn_end
 
         if end := unlisted_turn_end(model.folder):

@@ -30,7 +30,7 @@ from mcore_qwen3vl.converters.torch_dist import TorchDistCheckpoint
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
-from mcore_qwen3vl.training.checkpoints.resume import checkpoint_of_other_maker
+from mcore_qwen3vl.training.checkpoints.other_maker import checkpoint_of_other_maker
 from mcore_qwen3vl.verification.audit import audit
 from mcore_qwen3vl.verification.checkpoints import check_manifest, compare_checkpoints
 from tests.converters.checkpoints import assert_same_files, assert_same_tensors, copy

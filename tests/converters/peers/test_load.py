@@ -25,7 +25,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.training.arguments.checks import check_surroundings
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
-from mcore_qwen3vl.training.checkpoints.resume import checkpoint_of_other_maker
+from mcore_qwen3vl.training.checkpoints.other_maker import checkpoint_of_other_maker
 from mcore_qwen3vl.verification.audit import audit
 from mcore_qwen3vl.verification.checkpoints import compare_checkpoints
 from mcore_qwen3vl.verification.curves import Job, train

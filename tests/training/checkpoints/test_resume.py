@@ -247,11 +247,8 @@ def test_a_damaged_checkpoint_is_named(
     spoil: Any, two_checkpoints: tuple[Job, Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     from mcore_qwen3vl.settings.run import CheckpointSettings
-    from mcore_qwen3vl.training.checkpoints.resume import (
-        find_damage,
-        readable_iteration,
-        step_to_load,
-    )
+    from mcore_qwen3vl.training.checkpoints.damage import find_damage
+    from mcore_qwen3vl.training.checkpoints.resume import readable_iteration, step_to_load
 
     save = tmp_path / "save"
     shutil.copytree(two_checkpoints[1], save)
@@ -366,7 +363,7 @@ def test_a_trained_checkpoint_is_exported_as_it_is(
 def test_checkpoints_of_another_model_are_not_joined(
     two_checkpoints: tuple[Job, Path, list[dict[str, Any]]], dense: Path, tmp_path: Path
 ) -> None:
-    from mcore_qwen3vl.training.checkpoints.resume import check_companions
+    from mcore_qwen3vl.training.checkpoints.companions import check_companions
 
     config = json.loads((dense / "config.json").read_text())
     config["dtype"] = "bfloat16"

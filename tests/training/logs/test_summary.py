@@ -13,7 +13,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.parser import validate
-from mcore_qwen3vl.training.checkpoints.resume import changed_files, save_companions
+from mcore_qwen3vl.training.checkpoints.companions import changed_files, save_companions
 from mcore_qwen3vl.training.folders import log_file
 from mcore_qwen3vl.training.logs.summary import summary
 from mcore_qwen3vl.verification.curves import Job, train
