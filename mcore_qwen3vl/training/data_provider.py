@@ -45,7 +45,7 @@ from mcore_qwen3vl.settings.run import ComputeSettings
 from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE
 from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings
 from mcore_qwen3vl.training.checkpoints import data_state
-from mcore_qwen3vl.training.checkpoints.resume import step_to_load
+from mcore_qwen3vl.training.checkpoints.resume import resumed_step
 from mcore_qwen3vl.training.contract.record import RunRecord
 from mcore_qwen3vl.unused.fields import Unused
 
@@ -196,7 +196,7 @@ class DataProvider:
         settings = self._settings
         load, batch = settings.checkpoints.load or "", settings.loop.global_batch_size
         fallback = settings.training.on_corrupt_checkpoint == "fallback"
-        made = step_to_load(settings.checkpoints, fallback=fallback)
+        made = resumed_step(settings.checkpoints, fallback=fallback)
         state = None if made is None else data_state.first_state_of(load, made)
         saved = None if made is None else RunRecord.of_checkpoint(load, made)
         self.train_loader = self._open_training_loader(data_config(settings))

@@ -31,7 +31,7 @@ from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.settings.run import CheckpointSettings
 from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.training.checkpoints.load_errors import explain_load_errors
-from mcore_qwen3vl.training.checkpoints.resume import choose_iteration
+from mcore_qwen3vl.training.checkpoints.resume import agree_on_older_iteration
 from mcore_qwen3vl.training.contract.record import RunRecord
 from mcore_qwen3vl.verification.curves import Job
 from tests.command import exit_code
@@ -354,7 +354,7 @@ def test_weights_to_begin_from_with_a_damaged_metadata(
     monkeypatch.setattr(dist, "broadcast_object_list", lambda *_, **__: None)
     start = CheckpointSettings(**{flag: str(tmp_path / "run")})
     with pytest.raises(BadInput, match=r"run cannot be read: .*\.metadata is not readable"):
-        choose_iteration(start, argparse.Namespace(), fallback=False)
+        agree_on_older_iteration(start, argparse.Namespace(), fallback=False)
 
 
 FAILURES = (

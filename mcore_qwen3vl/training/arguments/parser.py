@@ -303,13 +303,13 @@ class ResumedRunSettings:
         """Return what the run that the command line resumes was trained with, or None."""
         from mcore_qwen3vl.data.loader_state import RECORDS
         from mcore_qwen3vl.training.checkpoints import data_state
-        from mcore_qwen3vl.training.checkpoints.resume import latest_iteration
+        from mcore_qwen3vl.training.checkpoints.resume import tracked_iteration
         from mcore_qwen3vl.training.contract.record import RunRecord
 
         load = explicit.get("load") or explicit.get("save")
         if not load or "finetune" in explicit:
             return None
-        iteration = explicit.get("ckpt_step") or latest_iteration(load)
+        iteration = explicit.get("ckpt_step") or tracked_iteration(load)
         if iteration is None:
             return None
         saved = data_state.first_state_of(load, iteration)

@@ -46,7 +46,7 @@ def checkpoint_of_other_maker(checkpoints: CheckpointSettings) -> OtherMaker | N
             return None
         index = read_metadata(folder)
     except BadInput:
-        return None  # `choose_iteration` says what is wrong with it
+        return None  # `agree_on_older_iteration` says what is wrong with it
     dialect = dialect_of(folder, index.tensors)
     if dialect is None:
         return None

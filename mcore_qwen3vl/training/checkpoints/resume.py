@@ -29,18 +29,18 @@ from mcore_qwen3vl.training.checkpoints.damage import find_damage
 log = logging.getLogger(__name__)
 
 
-def latest_iteration(directory: str | Path) -> int | None:
+def tracked_iteration(directory: str | Path) -> int | None:
     """Return the tracker file's iteration; None if there is no file or it says `release`."""
     newest = read_tracker(Path(directory))
     return newest if isinstance(newest, int) else None
 
 
-def readable_iteration(directory: str | Path, *, fallback: bool) -> int | None:
+def newest_readable_iteration(directory: str | Path, *, fallback: bool) -> int | None:
     """Return the newest complete iteration, not beyond the tracker's; None if that names none.
 
     It raises BadInput if all are damaged, or the latest is and `fallback` to older ones is off.
     """
-    latest = latest_iteration(directory)
+    latest = tracked_iteration(directory)
     if latest is None:
         return None
     older = [n for n in numbered_iterations(Path(directory)) if n < latest]
@@ -60,7 +60,7 @@ def readable_iteration(directory: str | Path, *, fallback: bool) -> int | None:
     raise BadInput(f"No usable checkpoint in {directory}: {'; '.join(reasons)}. {remedy}")
 
 
-def choose_iteration(
+def agree_on_older_iteration(
     checkpoints: CheckpointSettings, args: argparse.Namespace, *, fallback: bool
 ) -> int | None:
     """Return the step to load in place of the latest of ``--load``, if that cannot be read.
@@ -68,7 +68,7 @@ def choose_iteration(
     All ranks call this. `args` are Megatron's, for formats that load only into an equal run.
 
     Raises:
-        BadInput: see :func:`readable_iteration` and
+        BadInput: see :func:`newest_readable_iteration` and
             :class:`mcore_qwen3vl.converters.formats.CheckpointFormat`.
     """
     answer: list[Any] = [None]
@@ -76,7 +76,7 @@ def choose_iteration(
         try:
             if checkpoints.load is not None:
                 _write_empty_tracker_again(Path(checkpoints.load))
-                answer = [iteration_to_load(checkpoints, args, fallback=fallback)]
+                answer = [checked_iteration(checkpoints, args, fallback=fallback)]
             _require_sound_start(checkpoints)
         except BadInput as flaw:
             answer = [flaw]
@@ -84,7 +84,7 @@ def choose_iteration(
     iteration: int | BadInput | None = answer[0]
     if isinstance(iteration, BadInput):
         raise iteration
-    if iteration is None or iteration == latest_iteration(checkpoints.load or ""):
+    if iteration is None or iteration == tracked_iteration(checkpoints.load or ""):
         return None
     if dist.get_rank() == 0:
         log.warning("the latest checkpoint is damaged; resuming from iteration %s", iteration)
@@ -113,7 +113,7 @@ def _write_empty_tracker_again(load: Path) -> None:
         write_at_once(load / TRACKER, str(newest), f"It is empty: write {newest} into it.")
 
 
-def iteration_to_load(
+def checked_iteration(
     checkpoints: CheckpointSettings, args: argparse.Namespace, *, fallback: bool
 ) -> int | None:
     """Check what Megatron will read; return the iteration, or None to leave the choice to it."""
@@ -126,7 +126,7 @@ def iteration_to_load(
     if (format := format_of(identify(folder))).plan is not None:
         format.check_run(folder, args)
     elif checkpoints.ckpt_format == "torch_dist" and named is None:
-        return readable_iteration(load, fallback=fallback)
+        return newest_readable_iteration(load, fallback=fallback)
     elif (
         checkpoints.ckpt_format == "torch_dist"
         and folder.is_dir()
@@ -136,7 +136,7 @@ def iteration_to_load(
     return None
 
 
-def step_to_load(checkpoints: CheckpointSettings, *, fallback: bool = False) -> int | None:
+def resumed_step(checkpoints: CheckpointSettings, *, fallback: bool = False) -> int | None:
     """Return the step of the checkpoint from which a run goes on; None if none does.
 
     With `fallback` it is an older one than the tracker names, if only that can be read.
@@ -144,6 +144,6 @@ def step_to_load(checkpoints: CheckpointSettings, *, fallback: bool = False) -> 
     if not checkpoints.load or checkpoints.finetune:
         return None
     if fallback and not checkpoints.ckpt_step and checkpoints.ckpt_format == DEFAULT_FORMAT:
-        with suppress(BadInput):  # `choose_iteration` says what is wrong with all of them
-            return readable_iteration(checkpoints.load, fallback=True)
-    return checkpoints.ckpt_step or latest_iteration(checkpoints.load)
+        with suppress(BadInput):  # `agree_on_older_iteration` says what is wrong with all of them
+            return newest_readable_iteration(checkpoints.load, fallback=True)
+    return checkpoints.ckpt_step or tracked_iteration(checkpoints.load)

@@ -97,11 +97,11 @@ class RunCheckpoints:
             self._clear_exports(0)
             return 0, 0
         fallback = self._settings.training.on_corrupt_checkpoint == "fallback"
-        readable = resume.choose_iteration(checkpoints, megatron, fallback=fallback)
+        readable = resume.agree_on_older_iteration(checkpoints, megatron, fallback=fallback)
         if readable is not None:
             megatron.ckpt_step = readable  # the step that Megatron loads
             checkpoints = replace(checkpoints, ckpt_step=readable)
-        self._run.contract.check(resume.step_to_load(checkpoints))
+        self._run.contract.check(resume.resumed_step(checkpoints))
         optimizer, scheduler = _optimizer_and_scheduler(*args, **kwargs)
         if scheduler is not None and not scheduler.use_checkpoint_opt_param_scheduler:
             scheduler.override_opt_param_scheduler = True  # the contract compares the schedules

@@ -18,7 +18,7 @@ from mcore_qwen3vl.files import atomic_write, parse_json, refuse_special_files
 from mcore_qwen3vl.model_card import name_of_model
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.checkpoints import data_state
-from mcore_qwen3vl.training.checkpoints.resume import step_to_load
+from mcore_qwen3vl.training.checkpoints.resume import resumed_step
 from mcore_qwen3vl.training.contract.rules import Notice, Steering, Values
 from mcore_qwen3vl.training.contract.table import ROWS, STYLES, ContractRow, Facts
 
@@ -203,7 +203,7 @@ def _values_of(row: ContractRow, facts: Facts) -> Values:
 def _load_of_new_run(settings: Settings) -> str | None:
     """Return ``--load`` if a run begins with its weights; None if it goes on with its training."""
     load = settings.checkpoints.load
-    if load is None or step_to_load(settings.checkpoints) is not None:
+    if load is None or resumed_step(settings.checkpoints) is not None:
         return None
     return load if identify(load).kind is PathKind.MEGATRON else None
 

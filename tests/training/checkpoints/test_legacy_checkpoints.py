@@ -22,7 +22,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import initialize, run_layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.parser import Parsed, validate
-from mcore_qwen3vl.training.checkpoints.resume import iteration_to_load
+from mcore_qwen3vl.training.checkpoints.resume import checked_iteration
 from mcore_qwen3vl.verification.curves import Job, train
 from tests.converters.checkpoints import assert_same_tensors
 from tests.converters.ranks import build_empty, check_chunks
@@ -159,7 +159,7 @@ def test_a_step_that_is_named_is_checked_too(tiny, tmp_path):
     (folder / "release").rename(folder / "iter_0000003")
     run = arguments(tiny("dense"), Layout(), "--load", str(folder), "--ckpt-step", "3")
     with pytest.raises(BadInput, match="tensor_model_parallel_size 2 instead of 1"):
-        iteration_to_load(run.settings.checkpoints, run.args, fallback=True)
+        checked_iteration(run.settings.checkpoints, run.args, fallback=True)
 
 
 def test_an_optimizers_state_of_single_experts_is_refused(tiny, tmp_path, monkeypatch):

@@ -248,22 +248,22 @@ def test_a_damaged_checkpoint_is_named(
 ) -> None:
     from mcore_qwen3vl.settings.run import CheckpointSettings
     from mcore_qwen3vl.training.checkpoints.damage import find_damage
-    from mcore_qwen3vl.training.checkpoints.resume import readable_iteration, step_to_load
+    from mcore_qwen3vl.training.checkpoints.resume import newest_readable_iteration, resumed_step
 
     save = tmp_path / "save"
     shutil.copytree(two_checkpoints[1], save)
     assert find_damage(save / LAST) is None
-    assert readable_iteration(save, fallback=False) == STEPS
+    assert newest_readable_iteration(save, fallback=False) == STEPS
     spoil(save / LAST)
-    assert readable_iteration(save, fallback=True) == HALF
+    assert newest_readable_iteration(save, fallback=True) == HALF
     asked = CheckpointSettings(load=str(save), ckpt_format="torch_dist")
-    assert step_to_load(asked, fallback=True) == HALF  # its data state counts the steps that remain
-    assert step_to_load(asked) == STEPS
+    assert resumed_step(asked, fallback=True) == HALF  # its data state counts the steps that remain
+    assert resumed_step(asked) == STEPS
     with pytest.raises(BadInput, match=rf"iteration {STEPS}: .*--on-corrupt-checkpoint fallback"):
-        readable_iteration(save, fallback=False)
+        newest_readable_iteration(save, fallback=False)
     spoil(save / BEFORE)
     with pytest.raises(BadInput, match=f"iteration {HALF}: "):
-        readable_iteration(save, fallback=True)
+        newest_readable_iteration(save, fallback=True)
 
 
 def test_training_falls_back_to_the_checkpoint_before_or_stops(
