@@ -41,15 +41,11 @@ PACKAGES = ("megatron-core", "torch", "transformers")
 
 _GENERATES = ("image-text-to-text", "text-generation")
 """The hub's tags of models that answer, with images and without."""
-_SETTINGS: dict[str, tuple[str, ...]] = {
+_OF_THE_LOSS = "settings of the loss"
+_SETTINGS: dict[str, tuple[str, ...] | None] = {
     "loss": ("loss", "task"),
-    "settings of the loss": (
-        *("beta", "reference", "reference_model", "dpo_loss", "dpo_label_smoothing", "rpo_alpha"),
-        *("simpo_gamma", "desirable_weight", "undesirable_weight", "distill_divergence"),
-        *("distill_beta", "distill_temperature", "distill_alpha", "teacher", "teacher_top_k"),
-        *("embedding_loss", "temperature", "matryoshka_dims", "reranker_loss", "answers"),
-        *("num_labels", "problem_type"),
-    ),
+    # All that the record has: each loss, of another package too, names its own settings there.
+    _OF_THE_LOSS: None,
     "what trains": ("freeze", "trainable"),
     "MTP": ("mtp_num_layers",),
     "length of the run": ("num_epochs", "train_iters", "train_samples"),
@@ -75,7 +71,7 @@ _SETTINGS: dict[str, tuple[str, ...]] = {
         "micro_batch_size",
     ),
 }
-"""What a card says of a run's record, by the rows of its contract."""
+"""What a card says of a run's record, by the rows of its contract; None: the whole row."""
 _SAYS_NOTHING = {
     "vision_lr_mult": 1.0, "aligner_lr_mult": 1.0, "hidden_dropout": 0.0, "attention_dropout": 0.0,
     "lora_dropout": 0.0, "min_lr": 0.0, "tensor_model_parallel_size": 1, "fp8": None,
@@ -84,8 +80,8 @@ _SAYS_NOTHING = {
 }  # fmt: skip
 """Values that mean the same as leaving the flag out."""
 _OTHERWISE_CALLED = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
-_OF_FILES = ("loss", "task", "preprocess", "teacher", "reference_model")
-"""Settings whose value may be a file or a folder."""
+_OF_FILES = ("loss", "task", "preprocess")
+"""Settings whose value may be a file or a folder, besides those of the loss."""
 
 
 @dataclass(frozen=True)
@@ -266,20 +262,21 @@ def _settings(training: Training) -> Iterator[tuple[str, str]]:
     yield "steps done", f"{training.steps:,}"
     for row, names in _SETTINGS.items():
         values = training.rows.get(row, {})
-        said = [spelt for name in names if (spelt := _spelt(name, values.get(name)))]
+        named = ((name, values.get(name)) for name in (values if names is None else names))
+        said = [spelt for name, value in named if (spelt := _spelt(row, name, value))]
         if row == "precision" and values and not said:
             said = ["float32"]
         if said:
             yield row, " ".join(f"`{_cell(each)}`" for each in said)
 
 
-def _spelt(name: str, value: Any) -> str:
-    """Return a setting as a command line has it; nothing for one that was not given."""
+def _spelt(row: str, name: str, value: Any) -> str:
+    """Return a setting of a row as a command line has it; nothing for one that was not given."""
     if value in (None, False, []) or (name in _SAYS_NOTHING and value == _SAYS_NOTHING[name]):
         return ""
     flag = _OTHERWISE_CALLED.get(name) or flag_of(name)
     values = [] if value is True else value if isinstance(value, list) else [value]
-    if name in _OF_FILES:
+    if row == _OF_THE_LOSS or name in _OF_FILES:
         values = [_without_folders(str(each)) for each in values]
     return " ".join([flag, *map(str, values)])
 

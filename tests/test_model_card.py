@@ -224,4 +224,16 @@ def test_files_and_folders_of_settings_are_called_by_their_last_name(base: Path)
     assert "- `a\\|b'.jsonl`, 25.000%\n- `Acme/chats`, 75.000%" in card.text
     assert "| loss | `--loss losses.py:mine` |" in card.text
     assert "| reading of records | `--preprocess hooks.py:clean` `--train-on a/b` |" in card.text
-    assert f"`--reference-model Acme/Other` `--teacher {base.name}`" in card.text
+    assert f"`--teacher {base.name}` `--reference-model Acme/Other`" in card.text
+
+
+def test_settings_of_a_loss_of_another_package_are_in_it(base: Path) -> None:
+    rows = {
+        "data sets": {"names": ["a.jsonl"]},
+        "settings of the loss": {"gamma": 3.0, "prices": "/home/me/prices.json", "off": None},
+    }
+    content = model_card.model_card(
+        base=None, config=base, head=HeadForm(), training=model_card.Training(rows, 7)
+    )
+    card = ModelCard(content.decode())
+    assert "| settings of the loss | `--gamma 3.0` `--prices prices.json` |" in card.text
