@@ -138,7 +138,7 @@ class HybridQwen3VL(HybridModel):
 
     head_labels = fill_received = None
     local_tokens: Any = Qwen3VLModel.local_tokens
-    append_carried: Any = Qwen3VLModel.append_features
+    append_carried: Any = Qwen3VLModel.append_carried
     _prepare_forward: Any = Qwen3VLModel._prepare_forward
     _embed: Any = Qwen3VLModel._embed
     _receive: Any = Qwen3VLModel._receive
