@@ -311,7 +311,7 @@ def order_of(
     blend_mode: DatasetBlendMode,
     seed: int | None,
 ) -> Order:
-    """Return the order of what :func:`load_sources` has loaded."""
+    """Return the order of what :func:`.datasets.load_sources` has loaded."""
     if blend_mode == DatasetBlendMode.SAMPLE_REPETITIONS:
         return Order(parts, repeats=[dataset.repetitions or 1.0 for dataset in datasets], seed=seed)
     weights = [1.0 if dataset.weight is None else float(dataset.weight) for dataset in datasets]

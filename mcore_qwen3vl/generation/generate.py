@@ -72,8 +72,9 @@ def generate(
     group take the same steps. One rank chooses the tokens and broadcasts them.
 
     Args:
-        conversations: conversations of any lengths, which are padded on the left, see
-            :func:`process_conversations`, or the result of :func:`encode_prompts` for them.
+        conversations: conversations of any lengths, padded on the left as
+            :func:`.prompts.process_conversations` says, or what :func:`encode_prompts` made of
+            them.
         max_new_tokens: default: the generation config's, or else :data:`MAX_NEW_TOKENS`.
         stream: function that is called as answers grow, on every rank that passes one.
         chat_template_kwargs: arguments of the chat template, for conversations.

@@ -180,7 +180,7 @@ GENERATION = Fields(
         **dict.fromkeys(("speculation_type", "use_mtp"), "no speculation"),
     },
 )
-"""The fields of transformers' ``GenerationConfig``, as :class:`.generation.Sampler` and
+"""The fields of transformers' ``GenerationConfig``, as :class:`.sampling.Sampler` and
 :func:`.generation.generate` use them."""
 
 TEMPLATE = "chat_template.jinja"

@@ -158,8 +158,9 @@ class CommandLine:
     def check_names(self) -> None:
         """Raise BadInput for flags that are unknown or would mislead.
 
-        The list of :data:`FLAGS` answers a typo at once, because Megatron's parser takes seconds to
-        build. For another version of Megatron, whose flags the list lacks, that parser decides.
+        The list of :data:`.megatron_flags.FLAGS` answers a typo at once: Megatron's parser takes
+        seconds to build. For another version of Megatron, whose flags the list lacks, that parser
+        decides.
         """
         sorting = Sorting.for_installed()
         known = {*_parser()._option_string_actions, *sorting.known}
