@@ -91,15 +91,25 @@ def stand_in_gradient(weight: Tensor) -> Tensor | None:
 def weight_gradient(weight: Tensor, gradient: Tensor, inputs: Tensor) -> Tensor | None:
     """Return the gradient of a linear's weight (out, in), or add it to DDP's ``main_grad``.
 
+    It is added if :func:`accumulate_weight_gradient` marked the weight, and DDP has its buffer.
+
     Args:
         gradient: (n, out), that of the linear's output.
         inputs: (n, in)
     """
     buffer = getattr(weight, "main_grad", None)
-    if buffer is None or not hasattr(weight, "grad_added_to_main_grad"):
+    if buffer is None or not getattr(weight, "accumulates_gradient", False):
         return gradient.t() @ inputs
     add_product(buffer, gradient.t(), inputs)
     return stand_in_gradient(weight)
+
+
+def accumulate_weight_gradient(weight: Tensor) -> None:
+    """Let the product that makes the gradient of a weight of :func:`linear` add it to its buffer.
+
+    It is what ``gradient_accumulation_fusion`` does to Megatron's linears.
+    """
+    weight.accumulates_gradient = True  # type: ignore[attr-defined]
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -49,6 +49,7 @@ from mcore_qwen3vl.model.inputs import (
     interpolation_arguments,
     to_device,
 )
+from mcore_qwen3vl.model.kernels import accumulate_weight_gradient
 from mcore_qwen3vl.model.vision_block import Linear, adapt_block
 
 label_module(__file__, "vision tower")
@@ -90,6 +91,8 @@ class VisionTower(Qwen3VLVisionModel):
         for module in self.modules():
             if type(module) is nn.Linear:
                 module.__class__ = Linear
+            if config.gradient_accumulation_fusion and isinstance(module, nn.Linear):
+                accumulate_weight_gradient(module.weight)
         for block in self.blocks:
             adapt_block(block, lean=not recompute, fused_rotary=fused_rotary)
             if recompute:

@@ -33,14 +33,20 @@ def test_as_it_is_written_unless_asked_for() -> None:
     assert not Pointwise.everywhere
 
 
-@pytest.mark.parametrize("is_accumulated", [True, False])
-def test_a_linear_adds_its_weights_gradient_to_the_buffer(is_accumulated: bool) -> None:
+@pytest.mark.parametrize(("has_buffer", "is_marked"), [(True, True), (True, False), (False, True)])
+def test_a_linear_adds_its_weights_gradient_to_the_buffer(
+    has_buffer: bool, is_marked: bool
+) -> None:
+    """It does so if it is marked, as ``--no-gradient-accumulation-fusion`` marks none."""
+    is_accumulated = has_buffer and is_marked
     torch.manual_seed(1)
     made, plain = (nn.Linear(5, 3).double() for _ in range(2))
     plain.load_state_dict(made.state_dict())
-    if is_accumulated:
+    if has_buffer:
         made.weight.main_grad = torch.ones(3, 5, dtype=torch.float64)
         made.weight.grad_added_to_main_grad = False
+    if is_marked:
+        kernels.accumulate_weight_gradient(made.weight)
     inputs = torch.randn(2, 7, 5, dtype=torch.float64)
     gradients = []
     for module in (lambda x: kernels.linear(x, made.weight, made.bias), plain):

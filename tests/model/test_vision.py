@@ -110,6 +110,20 @@ def test_half_precision_keeps_rotary_frequencies_exact():
     assert cast.blocks[0].attn.qkv.weight.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_linears_accumulate_gradients_if_the_config_says_so(fused):
+    config = replace(CONFIG, gradient_accumulation_fusion=fused)
+    made = VisionTower(ARCHITECTURE, config)
+    linears = {
+        f"{name}.weight" for name, one in made.named_modules() if isinstance(one, torch.nn.Linear)
+    }
+    marked = {
+        name for name, one in made.named_parameters() if getattr(one, "accumulates_gradient", False)
+    }
+    assert marked == (linears if fused else set())
+    assert len(linears) > 4
+
+
 def test_built_on_meta_and_filled_later():
     with torch.device("meta"):
         made = VisionTower(
