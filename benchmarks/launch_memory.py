@@ -37,7 +37,7 @@ SIZES = (
 )
 SCRIPTS = [f"{task}_{size}" for size in SIZES for task in ("sft", "pretrain", "lora")]
 SCRIPTS += ["dpo_8b", "sft_qwen3.8_2.4t_a95b"]
-STEPS, ROLES = "| script | s a step | TFLOP/s | MFU |", "| script | role |"
+STEPS, ROLES = "## Seconds of a step", "## Roles, {} spec"
 WIDTH = 102
 
 COMMON = (
@@ -126,7 +126,9 @@ def main() -> int:
                 write_header(script, rehearsal)
                 write_rows(STEPS, f"`{name}`", [step_row(name, rehearsal)])
             label = name if options.spec == "torch" else f"{name}, {options.spec}"
-            write_rows(ROLES, label, list(role_rows(label, command, rehearsal)))
+            write_rows(
+                ROLES.format(options.spec), label, list(role_rows(label, command, rehearsal))
+            )
     return 0
 
 
@@ -195,19 +197,20 @@ def step_row(name: str, rehearsal: Rehearsal) -> str:
     return f"| `{name}` | {step.seconds:.2f} | {step.tflops:.0f} | {' | '.join(cells)} |\n"
 
 
-def write_rows(table: str, name: str, lines: list[str]) -> None:
-    """Replace this script's rows in the page's first table with them below the line `table`.
+def write_rows(heading: str, name: str, lines: list[str]) -> None:
+    """Replace this script's rows in the table below a heading of the page.
 
     A script without a row there gets its rows at the end of the table.
     """
-    before, header, after = PAGE.read_text().partition(table)
+    before, _, after = PAGE.read_text().partition(f"{heading}\n")
+    # Tables of other sections have rows of the same name.
+    section, next_heading, rest = after.partition("\n## ")
     old = re.compile(rf"(?:^\| {name} \|.*\n)+", re.MULTILINE)
-    if old.search(after):
-        after = old.sub(lambda _: "".join(lines), after, count=1)
-    else:
-        rows, end, rest = after.partition("\n\n")
-        after = rows + "\n" + "".join(lines).rstrip("\n") + end + rest
-    PAGE.write_text(before + header + after)
+    if not old.search(section):
+        end = section.rindex("|\n") + 2
+        section = section[:end] + f"| {name} |\n" + section[end:]
+    section = old.sub(lambda _: "".join(lines), section, count=1)
+    PAGE.write_text(f"{before}{heading}\n{section}{next_heading}{rest}")
 
 
 if __name__ == "__main__":
