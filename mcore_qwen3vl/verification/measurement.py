@@ -10,18 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from mcore_qwen3vl.errors import CheckFailed
+
+if TYPE_CHECKING:  # a report that was handed over is checked without torch
+    from torch import Tensor
 
 EPSILON = 2.0**-23
 
 _MOST_VALUES = 1 << 24  # compared at a time, unless bit by bit
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -93,6 +91,8 @@ def measure(
 
 def _measure_values(actual: Tensor, expected: Tensor) -> Measurement:
     """Measure some rows at a time: differences of a whole embedding would take gigabytes."""
+    import torch
+
     wide = torch.promote_types(torch.promote_types(actual.dtype, expected.dtype), torch.float32)
     actual, expected = torch.atleast_1d(actual), torch.atleast_1d(expected)
     rows = max(1, _MOST_VALUES * len(actual) // actual.numel())
@@ -106,11 +106,14 @@ def _measure_values(actual: Tensor, expected: Tensor) -> Measurement:
 
 def _measure_bits(actual: Tensor, expected: Tensor) -> Measurement:
     """Count the values whose bits differ; only if there are any, measure how far they are apart."""
+    import torch
+
     if actual.dtype != expected.dtype:
         raise CheckFailed(
             f"Dtypes differ: {actual.dtype} was found where {expected.dtype} was expected."
         )
-    as_bits = _BITS[actual.element_size()]
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    as_bits = integers[actual.element_size()]
     a, b = actual.contiguous().view(as_bits), expected.contiguous().view(as_bits)
     if torch.equal(a, b):
         return Measurement(count=actual.numel())

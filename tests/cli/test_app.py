@@ -312,9 +312,18 @@ def test_existing_target_needs_force(checkpoint, tmp_path, capsys):
     assert exit_code("convert", "hf-to-mcore", checkpoint, dst, "--force") == 0
 
 
-def test_help_does_not_wait_for_torch():
-    code = "import sys, mcore_qwen3vl.cli; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_help_and_lists_do_not_wait_for_torch():
+    code = (
+        "import sys, mcore_qwen3vl.cli as cli\n"
+        "for words in sys.argv[1:]:\n"
+        "    try: cli.main(words.split())\n"
+        "    except SystemExit as left:\n"
+        "        print(left.code, *{'torch'} & set(sys.modules), file=sys.stderr)"
+    )
+    groups = ("", "inspect", "generate", "rehearse", "convert", "lora", "verify", "data", "launch")
+    commands = (*(f"{group} --help" for group in groups), "train --help", "launch list")
+    done = subprocess.run([sys.executable, "-c", code, *commands], capture_output=True, text=True)
+    assert done.stderr.splitlines() == ["0"] * len(commands)
 
 
 def test_commands_on_checkpoints_import_no_more_than_they_need(checkpoint, converted, tmp_path):

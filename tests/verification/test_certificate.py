@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,18 @@ def test_a_certificate_holds_where_nothing_has_changed(compared: Path) -> None:
     inputs = [one for one in check_certificate(file).findings if one.part == "inputs"]
     assert {Path(one.name).parent.name for one in inputs} == {"a", "b"}
     assert any(one.name.endswith(".safetensors") for one in inputs)
+
+
+def test_it_is_checked_without_torch(compared: Path) -> None:
+    """Torch takes four times as long to import as the rest of the command."""
+    code = (
+        "import sys, mcore_qwen3vl.cli as cli\n"
+        "try: cli.main(sys.argv[1:])\n"
+        "except SystemExit as left: sys.exit(left.code + 40 * ('torch' in sys.modules))"
+    )
+    words = ["verify", "certificate", str(compared / "report" / "report.json")]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture
