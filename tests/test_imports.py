@@ -63,6 +63,7 @@ ORDER = (
     "model",
     "data.records",
     "data.task_inputs",
+    "data.sidecar",
     "data.record_form",
     "data.config",
     "data.processor",

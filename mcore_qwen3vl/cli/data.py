@@ -136,6 +136,7 @@ def check(
     from mcore_qwen3vl.data.inspection import Check, check_data, check_part, plot_report
     from mcore_qwen3vl.data.rewriting import clean_writer
     from mcore_qwen3vl.losses.registry import detected_form
+    from mcore_qwen3vl.losses.teacher_file import TeacherFile
     from mcore_qwen3vl.machine import require_extra, usable_cores
     from mcore_qwen3vl.unused.folder import unused_of
 
@@ -152,7 +153,7 @@ def check(
     config = DataConfig(
         seq_length,
         packing=True,
-        teacher_temperature=distill_temperature,
+        sidecar=None if distill_temperature is None else TeacherFile(distill_temperature),
         records=detected_form(),
         **reading,
     )

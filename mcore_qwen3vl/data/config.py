@@ -13,8 +13,9 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from mcore_qwen3vl.data.record_form import UNCUT_ANSWER, RecordForm
+from mcore_qwen3vl.data.record_form import RecordForm
 from mcore_qwen3vl.data.records.reading import PLAIN, Reading, parse_template_kwargs
+from mcore_qwen3vl.data.sidecar import Sidecar
 from mcore_qwen3vl.data.task_inputs import TaskInputs
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import refuse_special_files, require_spelled_out
@@ -169,12 +170,8 @@ class DataConfig:
     """How the loss reads records; None: it predicts tokens of conversations and documents."""
     inputs: type[TaskInputs] | None = None
     """What a batch holds for the loss, of what its records give."""
-    references: bool = False
-    """With preference records: whether to read the reference's log-probabilities from a file beside
-    the data."""
-    teacher_temperature: float | None = None
-    """Temperature of the teacher's likeliest tokens, which are then read from a file beside the
-    data; None: read none."""
+    sidecar: Sidecar | None = None
+    """What the loss reads beside each data set; None: nothing."""
     media_limits: MediaLimits = field(default_factory=MediaLimits)
 
     def __post_init__(self) -> None:
@@ -204,10 +201,9 @@ class DataConfig:
         if self.overlong not in ("drop", "truncate"):
             raise BadInput(f"overlong is {self.overlong!r}; it must be 'drop' or 'truncate'.")
         if self.overlong == "truncate":
-            if self.records is not None and self.records.uncut:
-                raise BadInput(self.records.uncut)
-            if self.teacher_temperature is not None:
-                raise BadInput(UNCUT_ANSWER)
+            for read in (self.records, self.sidecar):
+                if read is not None and read.uncut:
+                    raise BadInput(read.uncut)
         if not 0 <= self.max_bad_fraction <= 1:
             raise BadInput(
                 f"--max-bad-fraction is {self.max_bad_fraction}; it must be a share from 0 to 1."

@@ -31,7 +31,7 @@ from mcore_qwen3vl.data.record_form import DetectedForm
 from mcore_qwen3vl.data.records.media import peculiarities
 from mcore_qwen3vl.data.records.reading import PLAIN, OverlongSample, Reading, reason_of
 from mcore_qwen3vl.data.records.video import is_uneven
-from mcore_qwen3vl.data.scores import teachers_of
+from mcore_qwen3vl.data.sidecar import OpenSidecar
 from mcore_qwen3vl.data.workload import Balance, Workload, pack_by_length, pack_by_work
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write
@@ -179,8 +179,8 @@ def check_data(
 
     Args:
         path: a file, a directory, a metadataset or a mixture file, as for the loader.
-        architecture: shape of the model, for the balance of work, the teacher's vocabulary and the
-            sizes of patches.
+        architecture: shape of the model, for the balance of work, the vocabulary of a sidecar and
+            the sizes of patches.
         unused: what of the model's files is not used, to be reported.
         ranks: data-parallel ranks to divide the work over; 1: measure no balance.
         micro_batches: micro-batches of a rank in a step.
@@ -300,8 +300,10 @@ class Check:
         self.numbers = range(len(self._samples))[:limit]
         """The numbers of the samples that are checked."""
         vocab_size = 0 if architecture is None else architecture.vocab_size
-        temperature = config.teacher_temperature
-        self._teachers = teachers_of(sources, temperature, processor.tokenizer, vocab_size)
+        self._sidecars: Sequence[OpenSidecar] = ()
+        if config.sidecar is not None:
+            paths = [source.path for source in sources]
+            self._sidecars = config.sidecar.open(paths, processor.tokenizer, vocab_size)
 
     def _open(self) -> None:
         trust = self._config.trust_data
@@ -352,9 +354,8 @@ class Check:
             form = parts[0].format
             plans = [self._preparation.plan(raw, part) for part in parts]
             check_length(self._config, plans)
-            if self._teachers:
-                teacher = self._teachers[raw.source]
-                teacher.top_of(number_of(crude), plans[0].input_ids, plans[0].trained_tokens)
+            if self._sidecars:
+                self._sidecars[raw.source].look_up(number_of(crude), plans)
             if self._decode:
                 for plan in plans:
                     self._preparation.load_pixels(plan, raw.source)

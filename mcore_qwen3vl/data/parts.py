@@ -20,7 +20,6 @@ from mcore_qwen3vl import __version__
 from mcore_qwen3vl.data.config import DataConfig, Source
 from mcore_qwen3vl.data.content import content_of, content_of_file, digest, digest_of_hook
 from mcore_qwen3vl.data.processor import settings_of
-from mcore_qwen3vl.data.scores import teacher_file_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write, only_writer
 from mcore_qwen3vl.flags import flag_of
@@ -185,7 +184,8 @@ def depends_on(
     said |= {flag_of(name): getattr(config, name) for name in _FLAGS}
     limits = config.media_limits
     said |= {flag_of(each.name): getattr(limits, each.name) for each in fields(limits)}
-    said["--distill-temperature"] = config.teacher_temperature
+    sidecar = config.sidecar
+    said |= sidecar.flags() if sidecar is not None else {}
     said["the data sets"] = [str(source.path.absolute()) for source in sources]
     tokenizer = processor.tokenizer.backend_tokenizer
     said["the tokenizer"] = digest(tokenizer.to_str())
@@ -199,7 +199,7 @@ def depends_on(
         said[f"the file of {hook}"] = hook and digest_of_hook(hook)
         content = content_of(source.path, split=split, trust=config.trust_data)
         said[f"the content of {source.path}"] = [content.sizes, content.digest]
-        if config.teacher_temperature is not None:
-            teacher = teacher_file_of(source.path)
-            said[f"the content of {teacher}"] = content_of_file(teacher).digest
+        if sidecar is not None:
+            beside = sidecar.file_of(source.path)
+            said[f"the content of {beside}"] = content_of_file(beside).digest
     return said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from jinja2 import Environment, TemplateSyntaxError
 from jinja2.ext import loopcontrols
 from jinja2.meta import find_undeclared_variables
@@ -369,3 +371,9 @@ def template_variables(processor: Any) -> set[str]:
         return find_undeclared_variables(Environment(extensions=[loopcontrols]).parse(plain))
     except (TemplateSyntaxError, RecursionError):  # the latter for one that is nested too deeply
         return set()
+
+
+def vocabulary_fingerprint(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
+    """Return what identifies a vocabulary: a hash of its tokens with their ids, and its size."""
+    tokens = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
+    return {"tokens": xxhash.xxh3_64_hexdigest(tokens), "size": vocab_size}

@@ -21,12 +21,6 @@ else:
     parse = Lazy("mcore_qwen3vl.data.records.parse")
 
 
-UNCUT_ANSWER = (
-    "--overlong truncate with preference pairs, labelled records or a teacher: an answer that is "
-    "cut has no log-probability. Leave over-long records out (drop)."
-)
-
-
 @dataclass(frozen=True)
 class RecordForm:
     """The form of records that a loss trains on, where it does not predict each record's tokens.

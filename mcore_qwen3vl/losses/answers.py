@@ -45,6 +45,11 @@ else:
 
 Reference = Literal["adapter", "file", "model"]
 
+UNCUT_ANSWER = (
+    "--overlong truncate with preference pairs, labelled records or a teacher: an answer that is "
+    "cut has no log-probability. Leave over-long records out (drop)."
+)
+
 _IN_WORDS = {
     "adapter": "the model with its adapter switched off",
     "file": "NAME.scores.jsonl beside each NAME.jsonl of the data",

@@ -23,6 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.data.sidecar import Sidecar
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.flags import Flag, Folder
 from mcore_qwen3vl.lazy import Lazy
@@ -35,10 +36,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mcore_qwen3vl import forward
-    from mcore_qwen3vl.data import scores
     from mcore_qwen3vl.data.encoding.batch import Batch
     from mcore_qwen3vl.forward import RunBatch
-    from mcore_qwen3vl.losses import passes, tokens
+    from mcore_qwen3vl.losses import passes, teacher_file, tokens
     from mcore_qwen3vl.losses.reduction import Objective, Reduced
     from mcore_qwen3vl.model import inputs as model_inputs
     from mcore_qwen3vl.model import log_probs as chunked
@@ -47,8 +47,9 @@ if TYPE_CHECKING:
     from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 else:
     torch = Lazy("torch")
-    scores, chunked = map(Lazy, ("mcore_qwen3vl.data.scores", "mcore_qwen3vl.model.log_probs"))
+    chunked = Lazy("mcore_qwen3vl.model.log_probs")
     passes, tokens = map(Lazy, ("mcore_qwen3vl.losses.passes", "mcore_qwen3vl.losses.tokens"))
+    teacher_file = Lazy("mcore_qwen3vl.losses.teacher_file")
     model_inputs = Lazy("mcore_qwen3vl.model.inputs")
     forward = Lazy("mcore_qwen3vl.forward")
 
@@ -98,9 +99,9 @@ class DistillationLoss(Loss):
         if not self.teacher:
             refuse_without("--teacher DIR", {"teacher_top_k": top_k})
         elif top_k is None:
-            top_k = min(scores.TEACHER_TOP_K, architecture.vocab_size)
+            top_k = min(teacher_file.TEACHER_TOP_K, architecture.vocab_size)
         else:
-            scores.check_top_k("--teacher-top-k", top_k, architecture.vocab_size)
+            teacher_file.check_top_k("--teacher-top-k", top_k, architecture.vocab_size)
         if self.settings.divergence != "jsd":
             refuse_without("--distill-divergence jsd", {"distill_beta": self.distill_beta})
         if run.data.overlong == "truncate" and not self.teacher:
@@ -122,12 +123,12 @@ class DistillationLoss(Loss):
     def frozen_model(self, run: RunSettings, lora: LoraSettings) -> FrozenModel | None:
         return FrozenModel("--teacher", self.teacher) if self.teacher else None
 
-    @property
-    def teacher_temperature(self) -> float | None:
-        return None if self.teacher else self.settings.temperature
+    def sidecar(self, run: RunSettings, lora: LoraSettings) -> Sidecar | None:
+        return None if self.teacher else teacher_file.TeacherFile(self.settings.temperature)
 
     def reads(self, run: RunSettings, lora: LoraSettings) -> dict[str, Any]:
-        return {"teacher_temperature": self.teacher_temperature}
+        inputs = None if self.teacher else teacher_file.Top
+        return {**super().reads(run, lora), "inputs": inputs}
 
     def summary(self, run: RunSettings, lora: LoraSettings) -> list[tuple[str, str]]:
         loss = self.settings
@@ -156,7 +157,7 @@ class DistillationLoss(Loss):
         find = partial(_teachers_likeliest, k=k, temperature=self.settings.temperature)
         first = passes.first_pass_step(
             partial(forward.forward, processor=find),
-            lambda batch, local, values: scores.Top(values[..., :k].int(), values[..., k:]),
+            lambda batch, local, values: teacher_file.Top(values[..., :k].int(), values[..., k:]),
         )
         return partial(passes.run_two_passes, first=first, within=frozen)
 
@@ -236,7 +237,7 @@ def _divergences_and_cross_entropies(
 
 def _teacher_at(batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Return the teacher's ids (B, s, k) and log-probabilities (B, s, k + 1) at `positions`."""
-    teacher = batch.inputs_of(scores.Top)
+    teacher = batch.inputs_of(teacher_file.Top)
     if teacher.ids.ndim == 3:  # a live teacher's, at these positions
         return teacher.ids, teacher.log_probs
     # A file has rows for the trained positions alone, in order, and a last one for all others.

@@ -19,12 +19,18 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
-from mcore_qwen3vl.data.record_form import UNCUT_ANSWER, RecordForm
+from mcore_qwen3vl.data.record_form import RecordForm
 from mcore_qwen3vl.data.records.reading import BadSample, Reading
 from mcore_qwen3vl.data.task_inputs import TaskInputs
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.lazy import Lazy
-from mcore_qwen3vl.losses.answers import AnswerLoss, Reference, answer_log_probs, answers_step
+from mcore_qwen3vl.losses.answers import (
+    UNCUT_ANSWER,
+    AnswerLoss,
+    Reference,
+    answer_log_probs,
+    answers_step,
+)
 from mcore_qwen3vl.losses.loss import require, without_none
 from mcore_qwen3vl.settings.lora import LoraSettings
 from mcore_qwen3vl.settings.run import RunSettings

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.record_form import RecordForm
+from mcore_qwen3vl.data.sidecar import Sidecar
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.flags import flag_of
 from mcore_qwen3vl.labels import Labels
@@ -115,13 +116,12 @@ class Loss:
         """Return the frozen model that runs beside the one that trains, if there is one."""
         return None
 
-    @property
-    def teacher_temperature(self) -> float | None:
-        """The temperature of a teacher whose likeliest tokens lie beside the data, if it has one"""
+    def sidecar(self, run: RunSettings, lora: LoraSettings) -> Sidecar | None:
+        """Return the kind of file that is read beside each data set; None: none."""
         return None
 
     def reads(self, run: RunSettings, lora: LoraSettings) -> dict[str, Any]:
-        """Return the fields of the data config that the loss decides."""
+        """Return the fields of the data config that the loss decides, but for its sidecar."""
         return {"records": self.records}
 
     def summary(self, run: RunSettings, lora: LoraSettings) -> list[tuple[str, str]]:

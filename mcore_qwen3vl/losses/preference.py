@@ -31,11 +31,11 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
-from mcore_qwen3vl.data.record_form import UNCUT_ANSWER
+from mcore_qwen3vl.data.sidecar import Sidecar
 from mcore_qwen3vl.data.task_inputs import TaskInputs
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.lazy import Lazy
-from mcore_qwen3vl.losses.answers import AnswerLoss, answer_log_probs, answers_step
+from mcore_qwen3vl.losses.answers import UNCUT_ANSWER, AnswerLoss, answer_log_probs, answers_step
 from mcore_qwen3vl.losses.loss import require, without_none
 from mcore_qwen3vl.losses.pairs import PairRecords, numbers_of_rewards
 from mcore_qwen3vl.settings.lora import LoraSettings
@@ -48,13 +48,14 @@ if TYPE_CHECKING:
 
     from mcore_qwen3vl.data.encoding.batch import Batch
     from mcore_qwen3vl.data.records import parse
-    from mcore_qwen3vl.losses import passes, reduction
+    from mcore_qwen3vl.losses import passes, reduction, reference_file
     from mcore_qwen3vl.losses.reduction import Objective, Reduced
 else:
     torch, F = map(Lazy, ("torch", "torch.nn.functional"))
     parse = Lazy("mcore_qwen3vl.data.records.parse")
     passes = Lazy("mcore_qwen3vl.losses.passes")
     reduction = Lazy("mcore_qwen3vl.losses.reduction")
+    reference_file = Lazy("mcore_qwen3vl.losses.reference_file")
 
 DpoKind = Literal["sigmoid", "hinge", "ipo"]
 Kind = DpoKind | Literal["simpo", "orpo"]
@@ -94,7 +95,7 @@ class PairReferences(TaskInputs):
     def of_records(
         cls, records: Sequence[Any], assemble: Callable[..., Any], config: Any
     ) -> Self | None:
-        return cls(torch.tensor([record.reference for record in records]))
+        return cls(torch.tensor([record.beside for record in records]))
 
 
 @dataclass(frozen=True)
@@ -157,11 +158,12 @@ class PreferenceLoss(AnswerLoss):
     def check_values(self) -> None:
         _ = self.pair_settings
 
+    def sidecar(self, run: RunSettings, lora: LoraSettings) -> Sidecar | None:
+        return reference_file.ReferenceFile() if self.reference_of(lora) == "file" else None
+
     def reads(self, run: RunSettings, lora: LoraSettings) -> dict[str, Any]:
-        fields = super().reads(run, lora)
-        if self.reference_of(lora) != "file":
-            return fields
-        return {**fields, "references": True, "inputs": PairReferences}
+        inputs = PairReferences if self.reference_of(lora) == "file" else None
+        return {**super().reads(run, lora), "inputs": inputs}
 
     def summary(self, run: RunSettings, lora: LoraSettings) -> list[tuple[str, str]]:
         loss = self.pair_settings

@@ -5,8 +5,6 @@ Of the made-up model, data and teacher of a rehearsal only the sizes matter.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import shlex
 import subprocess
@@ -18,6 +16,8 @@ from pathlib import Path
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.identify import identify, resolve
+from mcore_qwen3vl.data.record_form import DetectedForm
+from mcore_qwen3vl.data.sidecar import Sidecar
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.launch import catalogue
 from mcore_qwen3vl.layout import Layout
@@ -388,8 +388,8 @@ def _with_made_up_data(command: Command, model: Path, folder: Path) -> Command:
         token_pixels=vision.patch_size * vision.spatial_merge_size,
         **settings.loss.made_up_records,
     )
-    if (temperature := settings.loss.teacher_temperature) is not None:
-        write_made_up_teacher(file, folder / "model", settings, temperature)
+    if (sidecar := settings.loss.sidecar(settings, settings.lora)) is not None:
+        write_made_up_sidecar(sidecar, file, folder / "model", settings)
     return command.plus("--hf-model", folder / "model", "--data-path", file).with_note(
         f"made-up data: samples of {tokens} tokens"
         + f", with {images} image{'s' * (images > 1)} of {side} x {side} tokens each" * bool(images)
@@ -401,49 +401,21 @@ def _config_file(model: Path) -> Path:
     return model / "config.json" if model.is_dir() else model
 
 
-def write_made_up_teacher(data: Path, model: Path, settings: Settings, temperature: float) -> None:
-    """Write the file of a teacher for whom K tokens and all others together are equally likely."""
+def write_made_up_sidecar(sidecar: Sidecar, data: Path, model: Path, settings: Settings) -> None:
+    """Write what a loss reads beside made-up data."""
     # Imported here, because they take seconds.
-    import numpy as np
-
-    from mcore_qwen3vl.data.config import DataConfig, parse_sources
+    from mcore_qwen3vl.data.config import DataConfig, Source
     from mcore_qwen3vl.data.datasets import CrudeSamples
+    from mcore_qwen3vl.data.encoding.preparation import Preparation
     from mcore_qwen3vl.data.processor import load_processor
-    from mcore_qwen3vl.data.scores import TEACHER_TOP_K as K
-    from mcore_qwen3vl.data.scores import (
-        encode_top,
-        facts_file_of,
-        file_digest,
-        teacher_file_of,
-        token_digest,
-        vocabulary_fingerprint,
-        write_teacher,
-    )
-    from mcore_qwen3vl.scoring.records import Records
 
     processor, architecture = load_processor(model), Architecture.from_hf(model)
-    sources = parse_sources([str(data)])
-    samples = CrudeSamples(sources, split="train", trust=False)
+    sources = [Source(data)]
     config = DataConfig(settings.data.seq_length, media_limits=settings.data.media_limits)
-    records = Records(samples, sources, architecture, processor, config, 1)
-    lines = []
-    for micro in records.plan(range(len(samples))):
-        plan = micro[0].plan
-        count = plan.trained_tokens
-        # The last score is that of all other tokens together.
-        ids, scores = np.tile(np.arange(K), (count, 1)), np.full((count, K + 1), -math.log(K + 1))
-        entry = {"digest": token_digest(plan.input_ids), "tokens": count}
-        lines.append(json.dumps(entry | encode_top(ids, scores)))
-    partial = data.with_suffix(".partial")
-    partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    write_teacher(partial, teacher_file_of(data))
-    facts = {
-        "data": file_digest(data),
-        "temperature": temperature,
-        "top_k": K,
-        "checkpoint": {"path": "nobody"},
-        "vocabulary": vocabulary_fingerprint(processor.tokenizer, architecture.vocab_size),
-    }
-    facts_file_of(teacher_file_of(data)).write_text(
-        json.dumps({"settings": facts}), encoding="utf-8"
-    )
+    preparation = Preparation(processor, config, sources)
+    form = settings.loss.records or DetectedForm()
+    samples = CrudeSamples(sources, split="train", trust=False)
+    records = [
+        list(preparation.plan_each(preparation.raw(sample), form).values()) for sample in samples
+    ]
+    sidecar.make_up(data, records, processor.tokenizer, architecture.vocab_size)

@@ -22,11 +22,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
-from mcore_qwen3vl.data.scores import encode_top
 from mcore_qwen3vl.forward import forward
 from mcore_qwen3vl.labels import ONE_SCORE, Labels
 from mcore_qwen3vl.losses.last_token import SCORES, STATES
 from mcore_qwen3vl.losses.reranker import answer_word_runner, relevance
+from mcore_qwen3vl.losses.teacher_file import encode_top
 from mcore_qwen3vl.model.head import Head
 from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.log_probs import likeliest, token_log_probs

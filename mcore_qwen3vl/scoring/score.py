@@ -16,16 +16,9 @@ from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits, Source, parse_sources
 from mcore_qwen3vl.data.datasets import CrudeSamples, unread_of
 from mcore_qwen3vl.data.indexes import fingerprint
-from mcore_qwen3vl.data.processor import load_processor
+from mcore_qwen3vl.data.processor import load_processor, vocabulary_fingerprint
 from mcore_qwen3vl.data.records.reading import Reading
-from mcore_qwen3vl.data.scores import (
-    check_top_k,
-    facts_file_of,
-    file_digest,
-    scores_file_of,
-    teacher_file_of,
-    vocabulary_fingerprint,
-)
+from mcore_qwen3vl.data.scores import facts_file_of, file_digest, scores_file_of
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import only_writer
 from mcore_qwen3vl.inference import CheckedModel, ModelRequest, on_all_ranks
@@ -33,6 +26,7 @@ from mcore_qwen3vl.labels import SINGLE, Labels
 from mcore_qwen3vl.losses.embedding import require_last_token_pooling
 from mcore_qwen3vl.losses.registry import loss_named
 from mcore_qwen3vl.losses.reranker import ANSWERS
+from mcore_qwen3vl.losses.teacher_file import check_top_k, teacher_file_of
 from mcore_qwen3vl.machine import require_extra
 from mcore_qwen3vl.model.inputs import length_multiple
 from mcore_qwen3vl.scoring.records import OVERLONG, BlockResults, Output, Records, Tally

@@ -71,6 +71,7 @@ def data_config(settings: Settings) -> DataConfig:
             length_multiple(parallel.context_parallel_size) if data.packing else multiple
         ),
         micro_batches=max(1, settings.loop.global_batch_size // per_step),
+        sidecar=loss.sidecar(settings, settings.lora),
         **loss.reads(settings, settings.lora),
     )
 

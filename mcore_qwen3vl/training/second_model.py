@@ -193,8 +193,7 @@ def _require_same_inputs(
     settings: Settings, trained: Architecture, source: FrozenModel, second: Architecture
 ) -> None:
     """Refuse a second model that needs other tokens, patches or positions in its batches."""
-    from mcore_qwen3vl.data.processor import load_processor
-    from mcore_qwen3vl.data.scores import vocabulary_fingerprint
+    from mcore_qwen3vl.data.processor import load_processor, vocabulary_fingerprint
 
     name = f"{source.flag} {source.path}"
     for path in _READ_FROM_BATCHES:

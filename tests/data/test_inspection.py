@@ -21,7 +21,8 @@ from mcore_qwen3vl.data.inspection import DataReport, check_data, plot_report
 from mcore_qwen3vl.data.records.reading import Reading
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.losses.registry import detected_form
-from mcore_qwen3vl.rehearsal.command import write_made_up_teacher
+from mcore_qwen3vl.losses.teacher_file import TeacherFile
+from mcore_qwen3vl.rehearsal.command import write_made_up_sidecar
 from mcore_qwen3vl.scoring.records import Records
 from mcore_qwen3vl.tiny.records import write_half_images
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
@@ -293,10 +294,11 @@ def test_a_teachers_tokens_are_checked_too_and_others_stop_a_run(
 ) -> None:
     file = write_half_images(tmp_path / "data", 4, tokens=200, image_side=4, token_pixels=8)
     flags = ["--hf-model", str(dense), "--loss", "distill", "--seq-length", "512"]
-    write_made_up_teacher(file, dense, CommandLine(flags).settings, 1.0)
+    write_made_up_sidecar(TeacherFile(1.0), file, dense, CommandLine(flags).settings)
 
     def checked(temperature: float, media: MediaLimits) -> list[str]:
-        config = DataConfig(512, packing=True, teacher_temperature=temperature, media_limits=media)
+        sidecar = TeacherFile(temperature)
+        config = DataConfig(512, packing=True, sidecar=sidecar, media_limits=media)
         shape = Architecture.from_hf(dense)
         report = check_data(file, load_processor(dense), config, architecture=shape)
         return [flaw.reason for flaw in report.bad]
@@ -308,7 +310,8 @@ def test_a_teachers_tokens_are_checked_too_and_others_stop_a_run(
     with pytest.raises(BadInput, match="made with temperature 1, and 2 is needed"):
         checked(2.0, MediaLimits())
     # In a run the records are not at fault, so they are no bad samples.
-    config = DataConfig(512, teacher_temperature=1.0, media_limits=MediaLimits(image_max_tokens=4))
+    media = MediaLimits(image_max_tokens=4)
+    config = DataConfig(512, sidecar=TeacherFile(1.0), media_limits=media)
     sources, shape = [Source(file)], Architecture.from_hf(dense)
     loader = Loader(sources, shape, load_processor(dense), config, num_workers=0)
     with pytest.raises(BadInput, match=r"^\S+train\.jsonl:\d no longer has the tokens"):

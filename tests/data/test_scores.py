@@ -1,155 +1,82 @@
-"""A teacher's file is read record by record, and refused if it is not of these data and tokens."""
+"""Scores are read only where the facts beside them are those of the data."""
 
 from __future__ import annotations
 
 import json
-import math
-import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.indexes import ensure_index
-from mcore_qwen3vl.data.records.reading import BadSample
 from mcore_qwen3vl.data.scores import (
-    Teacher,
-    Top,
-    encode_top,
     facts_file_of,
     file_digest,
-    join_tops,
-    teacher_file_of,
-    token_digest,
-    vocabulary_fingerprint,
-    write_teacher,
+    other_tokens_error,
+    require_facts,
+    scores_file_of,
 )
 from mcore_qwen3vl.errors import BadInput
 
-K, RECORDS, SIZE = 3, 150, 11
-TOKENIZER: Any = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1})
 
-
-def plan_of(index: int) -> Plan:
-    """Return a record's tokens, of which the first two are not trained."""
-    ids = np.arange(index % 4 + 3, dtype=np.int64) + index
-    weights = np.ones(len(ids), np.float32)
-    weights[[0, 1]] = 0
-    return Plan(ids, weights, [])
-
-
-def top_of(index: int) -> Top:
-    generator = torch.Generator().manual_seed(index)
-    count = len(plan_of(index).input_ids) - 2
-    ids = torch.rand(count, SIZE, generator=generator).argsort(-1)[:, :K].int()
-    return Top(ids, torch.rand(count, K + 1, generator=generator).log())
-
-
-def write(folder: Path) -> Path:
-    """Write data and a teacher's file, whose record 70 has an error."""
+def written(folder: Path, **changes: Any) -> Path:
+    """Write data of two records, their scores, and the facts of these with `changes`."""
     data = folder / "data.jsonl"
-    data.write_text("".join(f'{{"text": "{i}"}}\n' for i in range(RECORDS)))
-    lines = []
-    for i in range(RECORDS):
-        top = top_of(i)
-        entry = {"digest": token_digest(plan_of(i).input_ids), "tokens": len(top.ids)}
-        entry |= encode_top(top.ids.numpy(), top.log_probs.numpy())
-        lines.append({"line": i + 1, **({"error": "it is broken"} if i == 70 else entry)})
-    partial = folder / "lines"
-    partial.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    write_teacher(partial, teacher_file_of(data))
-    settings = {
-        "data": file_digest(data),
-        "temperature": 2.0,
-        "top_k": K,
-        "checkpoint": {"path": "/big"},
-        "vocabulary": vocabulary_fingerprint(TOKENIZER, SIZE),
-    }
-    facts_file_of(teacher_file_of(data)).write_text(json.dumps({"settings": settings}))
+    data.write_text('{"text": "0"}\n\n{"text": "1"}\n')
+    scores_file_of(data).touch()
+    settings = {"data": file_digest(data), "temperature": 1.0, "top_k": 3} | changes
+    facts_file_of(scores_file_of(data)).write_text(json.dumps({"settings": settings}))
     return data
 
 
-def opened(data: Path, **changes: Any) -> Teacher:
-    options = {"tokenizer": TOKENIZER, "vocab_size": SIZE, "temperature": 2.0} | changes
-    vocabulary = vocabulary_fingerprint(options["tokenizer"], options["vocab_size"])
-    return Teacher(data, vocabulary, options["temperature"])
+def facts(data: Path) -> dict[str, Any]:
+    return require_facts(scores_file_of(data), data, "score it", instead=" or another")
 
 
-def look_up(teacher: Teacher, index: int, plan: Plan) -> Top:
-    return teacher.top_of(index, plan.input_ids, plan.trained_tokens)
+def test_the_facts_of_the_data_are_returned(tmp_path: Path) -> None:
+    assert facts(written(tmp_path))["top_k"] == 3
 
 
-def test_each_record_has_its_own_tokens(tmp_path: Path) -> None:
-    teacher = opened(write(tmp_path))
-    for index in (0, 63, 64, 149):
-        found = look_up(teacher, index, plan_of(index))
-        assert torch.equal(found.ids, top_of(index).ids)
-        assert torch.equal(found.log_probs, top_of(index).log_probs)
-    with pytest.raises(BadSample, match=r"no scores in .*data\.topk\.arrow: it is broken"):
-        look_up(teacher, 70, plan_of(70))
+def unlink_scores(data: Path) -> None:
+    scores_file_of(data).unlink()
 
 
-def test_the_last_row_is_for_positions_that_are_not_trained() -> None:
-    parts = [top_of(0), top_of(5)]
-    whole = join_tops(parts)
-    assert torch.equal(whole.ids[:-1], torch.cat([one.ids for one in parts]))
-    assert torch.equal(whole.log_probs[:-1], torch.cat([one.log_probs for one in parts]))
-    assert whole.log_probs[-1].isfinite().all()
+def unlink_facts(data: Path) -> None:
+    facts_file_of(scores_file_of(data)).unlink()
 
 
-def test_other_tokens_or_other_trained_ones_stop_the_run(tmp_path: Path) -> None:
-    data = write(tmp_path)
-    teacher, plan = opened(data), plan_of(6)
-    ensure_index(data)
-    weights = plan.loss_weights.copy()
-    weights[1] = 1
-    for other in (
-        replace(plan, input_ids=plan.input_ids + 1),
-        replace(plan, loss_weights=weights),
-    ):
-        with pytest.raises(BadInput, match=r"data\.jsonl:7 no longer has the tokens"):
-            look_up(teacher, 6, other)
-
-
-def cut(data: Path) -> None:
-    file = teacher_file_of(data)
-    file.write_bytes(file.read_bytes()[: math.ceil(file.stat().st_size * 0.9)])
-
-
-def change(data: Path) -> None:
-    data.write_text(data.read_text().replace("149", "150"))
+def change_data(data: Path) -> None:
+    data.write_text(data.read_text().replace("1", "2"))
 
 
 @pytest.mark.parametrize(
-    ("harm", "options", "message"),
+    ("harm", "changes", "message"),
     [
-        (cut, {}, r"data\.topk\.arrow cannot be read and may be cut off .*--top-k 64"),
-        (change, {}, "was not made from the current content"),
-        (lambda data: teacher_file_of(data).unlink(), {}, r"does not exist\. Let the model score"),
-        (lambda data: facts_file_of(teacher_file_of(data)).unlink(), {}, "cannot be read"),
-        (None, {"temperature": 1.0}, "made with temperature 2, and 1 is needed"),
-        (None, {"vocab_size": SIZE + 1}, "was made by /big, whose vocabulary is not"),
-        (
-            None,
-            {"tokenizer": SimpleNamespace(get_vocab=lambda: {"a": 1, "b": 0})},
-            "whose vocabulary is not",
-        ),
+        (unlink_scores, {}, r"does not exist\. Let the model score .*/data\.jsonl with `score it`"),
+        (unlink_facts, {}, r"data\.scores\.json, which belongs to .* cannot be read"),
+        (None, {"temperature": 2.0}, "made with temperature 2, and 1 is needed"),
+        (change_data, {}, "was not made from the current content"),
     ],
 )
-def test_what_is_refused(
-    harm: Callable[[Path], Any] | None, options: dict[str, Any], message: str, tmp_path: Path
+def test_scores_of_something_else_are_refused(
+    harm: Callable[[Path], None] | None, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    data = write(tmp_path)
+    data = written(tmp_path, **changes)
     if harm is not None:
         harm(data)
     with pytest.raises(BadInput, match=message):
-        opened(data, **options)
-    shutil.copy(data, data.with_suffix(".json"))
-    with pytest.raises(BadInput, match="is not a JSONL file"):
-        opened(data.with_suffix(".json"), **options)
+        facts(data)
+
+
+def test_scores_lie_beside_lines_alone(tmp_path: Path) -> None:
+    data = written(tmp_path).rename(tmp_path / "data.json")
+    with pytest.raises(BadInput, match=r"is not a JSONL file.*use JSONL data or another\.$"):
+        facts(data)
+
+
+def test_the_line_of_other_tokens_is_named(tmp_path: Path) -> None:
+    data = written(tmp_path)
+    ensure_index(data)
+    error = other_tokens_error(data, 1, scores_file_of(data))
+    assert f"{data}:3 no longer has the tokens that it had when" in str(error)

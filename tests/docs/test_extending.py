@@ -7,6 +7,7 @@ import importlib
 import json
 import textwrap
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -18,6 +19,8 @@ from mcore_qwen3vl import config
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.converters.mapping import forms, table
+from mcore_qwen3vl.data import DataConfig, Source, load_processor
+from mcore_qwen3vl.data.loader import Loader
 from mcore_qwen3vl.data.records import parse
 from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.parse import parse_record
@@ -28,6 +31,7 @@ from mcore_qwen3vl.model.transformer_config import transformer_config
 from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.settings import run
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from mcore_qwen3vl.tiny.records import write_half_images
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.logs.trackers import Trackers
 from mcore_qwen3vl.training.model import fields_from_flags
@@ -119,6 +123,32 @@ def test_whole_loss_example(tmp_path, monkeypatch):
     parts = [per_sample(batch, local, losses[:, local]) for local in own]
     assert sum(float(part.total) for part in parts) == 6
     assert sum(float(part.normaliser) for part in parts) == 2
+
+
+def test_sidecar_example(dense, tmp_path, monkeypatch):
+    """Each sample has its own number, also in balanced packs, and a missing file is refused."""
+    (tmp_path / "my_sidecar.py").write_text(extension("my_sidecar.py"))
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = import_module("my_sidecar")
+    data = write_half_images(tmp_path / "data", 8, tokens=100, image_side=4, token_pixels=8)
+    read = {"inputs": mine.SampleWeights, "sidecar": mine.WeightFile()}
+    architecture, processor = Architecture.from_hf(dense), load_processor(dense)
+
+    def batches(**options):
+        settings = DataConfig(256, **read, **options)
+        return Loader([Source(data)], architecture, processor, settings, num_workers=0)
+
+    with pytest.raises(BadInput, match=r"train\.weights\.json cannot be read"):
+        batches()
+    data.with_suffix(".weights.json").write_text(json.dumps([number / 2 for number in range(8)]))
+    for options in ({"micro_batch_size": 2}, {"packing": True}, {"packing": True, "balance": True}):
+        seen = []
+        for batch in islice(batches(**options), 4):
+            lines = [int(name.rpartition(":")[2]) for name in batch.names]
+            weights = batch.inputs_of(mine.SampleWeights).values
+            assert weights.tolist() == [(line - 1) / 2 for line in lines]
+            seen += lines
+        assert len(set(seen)) > 4
 
 
 @pytest.mark.parametrize("moe", [False, True])

@@ -15,6 +15,7 @@ from torch import Tensor
 from mcore_qwen3vl.converters.identify import identify
 from mcore_qwen3vl.converters.torch_dist import read_metadata
 from mcore_qwen3vl.losses.distillation import Distillation, DistillationLoss
+from mcore_qwen3vl.losses.teacher_file import TeacherFile
 from mcore_qwen3vl.scoring.score import ScoreRequest, score
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa
@@ -250,15 +251,15 @@ def test_values_and_defaults_of_a_distillation(dense: Path) -> None:
     found = parsed(dense, *DISTILL, *BY_JSD, "--distill-beta", "0.1", "--distill-temperature", "2")
     assert isinstance(found.loss, DistillationLoss)
     assert found.loss.settings == Distillation("jsd", 0.1, 2.0)
-    assert data_config(found).teacher_temperature == 2
+    assert data_config(found).sidecar == TeacherFile(2.0)
     assert loss_of(dense, DistillationLoss, *DISTILL).settings == Distillation(
         "forward", 0.5, 1.0, 0.0
     )
-    assert data_config(parsed(dense)).teacher_temperature is None
+    assert data_config(parsed(dense)).sidecar is None
 
 
 def test_a_live_teacher_needs_no_file_and_sees_what_is_cut_off(dense: Path) -> None:
     found = parsed(dense, *DISTILL, "--teacher", "X", "--overlong", "truncate")
     assert isinstance(found.loss, DistillationLoss)
     assert found.loss.teacher_top_k == 64
-    assert data_config(found).teacher_temperature is None
+    assert data_config(found).sidecar is None

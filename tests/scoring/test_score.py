@@ -19,14 +19,12 @@ import transformers
 
 from mcore_qwen3vl.cli import main
 from mcore_qwen3vl.converters.convert import hf_to_mcore
-from mcore_qwen3vl.data import DataConfig, Source, load_processor
-from mcore_qwen3vl.data.datasets import CrudeSamples
-from mcore_qwen3vl.data.encoding.preparation import Preparation
-from mcore_qwen3vl.data.scores import References, facts_file_of, vocabulary_fingerprint
+from mcore_qwen3vl.data import DataConfig, load_processor
+from mcore_qwen3vl.data.processor import vocabulary_fingerprint
+from mcore_qwen3vl.data.scores import facts_file_of
 from mcore_qwen3vl.data.showing import read_sample
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.losses.preference import PreferenceLoss
 from mcore_qwen3vl.scoring.score import ScoreRequest, score
 from mcore_qwen3vl.verification.parity.case import ADAPTERS, write_random_adapter
 from tests.command import exit_code
@@ -426,28 +424,3 @@ def test_what_is_refused(dense: Path, folder: Path, tmp_path: Path, capfd: Any) 
     assert "bad.jsonl:1 left out: messages must be a list" in message
     assert "3 of 4 records are bad" in message
     assert not (tmp_path / "bad.scores.jsonl").exists()
-
-
-def test_references_are_checked(dense: Path, tmp_path: Path) -> None:
-    data = tmp_path / "pairs.jsonl"
-    shared = [{"role": "user", "content": "Which?"}]
-    data.write_text(json.dumps({"messages": shared, "chosen": "This.", "rejected": "That!"}) + "\n")
-    with pytest.raises(BadInput, match="Let the model score"):
-        References(data)
-    score(ScoreRequest(dense, data, temperature=0.7), on_cpu=True)
-    with pytest.raises(BadInput, match=r"temperature 0\.7, and 1 is needed"):
-        References(data)
-    score(ScoreRequest(dense, data, force=True), on_cpu=True)
-    entry = lines(tmp_path / "pairs.scores.jsonl")[0]
-    found = References(data)
-    preparation = Preparation(load_processor(dense), DataConfig(512), [Source(data)])
-    (crude,) = CrudeSamples([Source(data)], split="train", trust=False)
-    plans = preparation.plan_each(preparation.raw(crude), PreferenceLoss.records).values()
-    sides = [plan.input_ids for plan in plans]
-    scored = tuple(entry[side]["log_prob"] for side in ("chosen", "rejected"))
-    assert found.log_probs_of(0, sides) == scored
-    with pytest.raises(BadInput, match=r"pairs\.jsonl:1 no longer has the tokens"):
-        found.log_probs_of(0, sides[::-1])
-    data.write_text(data.read_text() + "\n")
-    with pytest.raises(BadInput, match="was not made from the current content"):
-        References(data)

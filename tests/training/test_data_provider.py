@@ -19,13 +19,13 @@ from torch import Tensor
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import DataConfig, Loader, Source, load_processor
 from mcore_qwen3vl.data.encoding.batch import Batch, without_pixels
-from mcore_qwen3vl.data.scores import Top
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.losses.embedding import Contrast, Scores
 from mcore_qwen3vl.losses.kto import Labelled, LabelledReferences
 from mcore_qwen3vl.losses.preference import PairReferences
 from mcore_qwen3vl.losses.reward import Margins
+from mcore_qwen3vl.losses.teacher_file import Top
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.training import data_provider
 from mcore_qwen3vl.training.data_provider import DataProvider, SharedBatches, StageFeed

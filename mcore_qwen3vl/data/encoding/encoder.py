@@ -50,7 +50,7 @@ from mcore_qwen3vl.data.encoding.preparation import Preparation, RawSample
 from mcore_qwen3vl.data.order import Block, Stream
 from mcore_qwen3vl.data.places import number_of, sample_id
 from mcore_qwen3vl.data.processor import require_fitting
-from mcore_qwen3vl.data.scores import References, Top, join_tops, teachers_of
+from mcore_qwen3vl.data.sidecar import OpenSidecar
 from mcore_qwen3vl.data.task_inputs import TaskInputs
 from mcore_qwen3vl.errors import BadInput
 
@@ -65,9 +65,8 @@ class PlannedRecord(Sample):
     plans: list[Plan]  # one for each sequence
     source: int
     name: str
-    reference: tuple[float, float] | None = None
     target: float | tuple[float, ...] | None = None
-    teacher: Top | None = None  # at the trained tokens
+    beside: Any = None  # what the sidecar has for it, once it has been chosen
 
 
 class Qwen3VLTaskEncoder(TaskEncoder[RawSample, PlannedRecord, Batch, Batch]):
@@ -102,10 +101,12 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, PlannedRecord, Batch, Batch]):
         self.config = config
         self.guard = BadSampleGuard(config.max_bad_fraction, config.bad_fraction_floor)
         self.preparation = Preparation(processor, config, sources)
-        self._teachers = teachers_of(
-            sources, config.teacher_temperature, processor.tokenizer, architecture.vocab_size
-        )
-        self._references = [References(source.path) for source in sources if config.references]
+        self._sidecars: Sequence[OpenSidecar] = ()  # one for each source, if the loss reads any
+        if config.sidecar is not None:
+            paths = [source.path for source in sources]
+            self._sidecars = config.sidecar.open(
+                paths, processor.tokenizer, architecture.vocab_size
+            )
         self._source_names = names_to_log(sources)
         self.cookers = (Cooker(self.cook),)
         self._pad_id = processor.tokenizer.pad_token_id
@@ -126,13 +127,11 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, PlannedRecord, Batch, Batch]):
         """Tokenise the sequences of a record and measure their media."""
         with self._fail_if_source_is_unusable(sample.source), self.guard.skip_bad_samples(sample):
             planned = self._plan_fields(sample)
-            check_length(self.config, planned["plans"])  # an over-long pair may have no reference
+            check_length(self.config, planned["plans"])  # a sidecar may lack over-long records
             left = (item for plan in planned["plans"] for item in plan.unused)
             self.guard.log_unused(sample_id(sample), left)
-            if self._references:
-                tokens = [plan.input_ids for plan in planned["plans"]]
-                references = self._references[sample.source]
-                planned["reference"] = references.log_probs_of(number_of(sample), tokens)
+            if self._sidecars:
+                self._sidecars[sample.source].require(number_of(sample), planned["plans"])
         return PlannedRecord.derive_from(
             sample, **planned, source=sample.source, name=sample_id(sample)
         )
@@ -167,14 +166,13 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, PlannedRecord, Batch, Batch]):
                 pixels.append(
                     pixels[-1] if same_media else self.preparation.load_pixels(plan, sample.source)
                 )
-            top = None
-            if self._teachers:
-                plan, teacher = sample.plans[0], self._teachers[sample.source]
-                top = teacher.top_of(number_of(sample), plan.input_ids, plan.trained_tokens)
+            beside = None
+            if self._sidecars:
+                beside = self._sidecars[sample.source].look_up(number_of(sample), sample.plans)
         self.guard.note_usable()
         decoded = zip(sample.plans, pixels, strict=True)
         plans = [replace(plan, media=[], pixels=patches) for plan, patches in decoded]
-        return replace(sample, plans=plans, teacher=top)
+        return replace(sample, plans=plans, beside=beside)
 
     @stateless
     def pack_selected_samples(self, samples: list[PlannedRecord]) -> Batch:
@@ -269,7 +267,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, PlannedRecord, Batch, Batch]):
 
     def _spare_record(self) -> PlannedRecord:
         """Return a record that stands in a batch without any; its losses are not counted."""
-        if not (self._teachers or self.config.records):
+        if not (self._sidecars or self.config.records):
             return PlannedRecord(
                 **dict.fromkeys(("__key__", "__restore_key__"), ""),
                 plans=[spare_plan(self._pad_id)], source=0, name="",
@@ -315,8 +313,6 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, PlannedRecord, Batch, Batch]):
         self, assemble: Callable[..., Batch], records: list[PlannedRecord]
     ) -> TaskInputs | None:
         """Return what the records give the task's loss besides tokens."""
-        if self._teachers:
-            return join_tops([record.teacher for record in records if record.teacher])
         kind = self.config.inputs
         return kind.of_records(records, assemble, self.config) if kind else None
 

@@ -58,7 +58,7 @@ class Settings(run.RunSettings):
 
 _SET_ELSEWHERE = (
     *("seq_length", "micro_batch_size", "length_multiple", "micro_batches", "media_limits"),
-    *("records", "inputs", "references", "teacher_temperature"),
+    *("records", "inputs", "sidecar"),
 )
 """Fields of the data config that Megatron's flags set, or the layout's needs, or the loss."""
 

@@ -12,7 +12,6 @@ from mcore_qwen3vl.converters.identify import hub_id_of
 from mcore_qwen3vl.data.config import Source, parse_sources
 from mcore_qwen3vl.data.content import content_of, content_of_file, digest_of_beginning
 from mcore_qwen3vl.data.datasets import is_of_tars
-from mcore_qwen3vl.data.scores import scores_file_of, teacher_file_of
 from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings
 from mcore_qwen3vl.training.contract.rules import (
     Change,
@@ -55,16 +54,13 @@ def _name_of(path: Path) -> str:
 def files_of_loss(settings: Settings, sources: Sequence[Source] | None = None) -> Values:
     """Return what the loss reads beside data sets, by default those of the training.
 
-    That is a reference's log-probabilities, or a teacher's likeliest tokens. Reads a part of them.
+    Reads a part of each :class:`.Sidecar`.
     """
-    reads = settings.loss.reads(settings, settings.lora)
-    if reads.get("teacher_temperature") is not None:
-        file_of = teacher_file_of
-    elif reads.get("references"):
-        file_of = scores_file_of
-    else:
+    sidecar = settings.loss.sidecar(settings, settings.lora)
+    if sidecar is None:
         return {"beside": []}
-    files = [file_of(each.path) for each in (sources_of(settings) if sources is None else sources)]
+    sources = sources_of(settings) if sources is None else sources
+    files = [sidecar.file_of(source.path) for source in sources]
     return {"beside": [[file.name, content_of_file(file).digest] for file in files]}
 
 

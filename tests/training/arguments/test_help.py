@@ -14,7 +14,6 @@ from megatron.training.arguments import add_megatron_arguments
 
 from mcore_qwen3vl.cli import main as command_line
 from mcore_qwen3vl.converters.adapters.config import Preset
-from mcore_qwen3vl.data.scores import TEACHER_TOP_K
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.flags import field_docs
 from mcore_qwen3vl.losses.distillation import Distillation, DistillationLoss
@@ -22,6 +21,7 @@ from mcore_qwen3vl.losses.embedding import Contrastive, Embedding
 from mcore_qwen3vl.losses.kto import Kto, KtoLoss
 from mcore_qwen3vl.losses.preference import DEFAULTS, Preference, PreferenceLoss
 from mcore_qwen3vl.losses.reranker import ANSWERS, Reranker
+from mcore_qwen3vl.losses.teacher_file import TEACHER_TOP_K
 from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.settings.lora import RANK, LoraSettings
 from mcore_qwen3vl.settings.run import NOT_READ_EARLY
