@@ -5,8 +5,8 @@
 # Layout: the model fits one GPU, so all eight GPUs are data parallel.
 # --keep-activations recomputes nothing: a step is modelled 5 % shorter. On a GPU with less memory, append
 # --no-keep-activations: 16.3 GB reserved.
-# Memory of a GPU, rehearsed with the torch spec: 23.9 GB reserved of 81.6, 23.2 held (weights 4.3,
-# gradients 0.1, optimizer 0.0, logits and loss 0.6, the rest 18.2).
+# Memory of a GPU, rehearsed with the torch spec: 22.9 GB reserved of 81.6, 22.2 held (weights 4.3,
+# gradients 0.1, optimizer 0.0, logits and loss 0.6, the rest 17.2).
 NODES=${NODES:-${SLURM_NNODES:-1}}
 HERE=$(dirname "${BASH_SOURCE[0]}")
 # sbatch runs a copy of this file. Slurm knows the path of the original.

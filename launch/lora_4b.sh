@@ -6,8 +6,8 @@
 # eight GPUs are data parallel.
 # --keep-activations recomputes nothing: a step is modelled 5 % shorter. On a GPU with less memory, append
 # --no-keep-activations: 32.4 GB reserved.
-# Memory of a GPU, rehearsed with the torch spec: 47.3 GB reserved of 81.6, 45.6 held (weights 8.9,
-# gradients 0.1, optimizer 0.0, logits and loss 0.6, the rest 35.8).
+# Memory of a GPU, rehearsed with the torch spec: 44.9 GB reserved of 81.6, 43.1 held (weights 8.9,
+# gradients 0.1, optimizer 0.0, logits and loss 0.6, the rest 33.4).
 NODES=${NODES:-${SLURM_NNODES:-1}}
 HERE=$(dirname "${BASH_SOURCE[0]}")
 # sbatch runs a copy of this file. Slurm knows the path of the original.

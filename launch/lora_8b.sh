@@ -7,8 +7,8 @@
 # --tensor-model-parallel-size 2 --sequence-parallel, which halves the activations.
 # --keep-activations recomputes nothing: a step is modelled 4 % shorter. On a GPU with less memory, append
 # --no-keep-activations: 45.9 GB reserved.
-# Memory of a GPU, rehearsed with the torch spec: 64.3 GB reserved of 81.6, 62.6 held (weights 17.6,
-# gradients 0.2, optimizer 0.1, logits and loss 0.7, the rest 44.1).
+# Memory of a GPU, rehearsed with the torch spec: 61.8 GB reserved of 81.6, 60.1 held (weights 17.6,
+# gradients 0.2, optimizer 0.1, logits and loss 0.7, the rest 41.6).
 NODES=${NODES:-${SLURM_NNODES:-1}}
 HERE=$(dirname "${BASH_SOURCE[0]}")
 # sbatch runs a copy of this file. Slurm knows the path of the original.

@@ -4,8 +4,8 @@
 #
 # Layout: as for fine-tuning. More data-parallel ranks divide the optimizer states further.
 # On a GPU with less memory, append --no-keep-activations: 35.3 GB reserved.
-# Memory of a GPU, rehearsed with the torch spec: 44.6 GB reserved of 81.6, 43.6 held (weights 4.3,
-# gradients 8.5, optimizer 1.6, logits and loss 2.6, the rest 26.7).
+# Memory of a GPU, rehearsed with the torch spec: 43.6 GB reserved of 81.6, 42.6 held (weights 4.3,
+# gradients 8.5, optimizer 1.6, logits and loss 2.6, the rest 25.7).
 NODES=${NODES:-${SLURM_NNODES:-2}}
 HERE=$(dirname "${BASH_SOURCE[0]}")
 # sbatch runs a copy of this file. Slurm knows the path of the original.

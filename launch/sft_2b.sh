@@ -6,8 +6,8 @@
 # layer. Half of the activations belong to the vision tower.
 # --keep-activations recomputes nothing: a step is modelled 3 % shorter. On a GPU with less memory, append
 # --no-keep-activations: 37.1 GB reserved.
-# Memory of a GPU, rehearsed with the torch spec: 46.0 GB reserved of 81.6, 45.2 held (weights 4.3,
-# gradients 8.5, optimizer 3.2, logits and loss 2.6, the rest 26.7).
+# Memory of a GPU, rehearsed with the torch spec: 45.1 GB reserved of 81.6, 44.2 held (weights 4.3,
+# gradients 8.5, optimizer 3.2, logits and loss 2.6, the rest 25.7).
 NODES=${NODES:-${SLURM_NNODES:-1}}
 HERE=$(dirname "${BASH_SOURCE[0]}")
 # sbatch runs a copy of this file. Slurm knows the path of the original.

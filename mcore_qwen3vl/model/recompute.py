@@ -122,20 +122,23 @@ def compute_keeping_inputs(compute: Callable[..., Tensor], *inputs: Tensor) -> T
 def remember_outputs_of(module: nn.Module) -> None:
     """Register a recipe for each output of a deterministic module from one tensor to one tensor.
 
-    If it returns its input too, as some norms do, that comes second.
+    If it returns its input too, as some norms do, that comes second. A call without a tensor, for
+    the module's weights, is left alone.
     """
     module.register_forward_pre_hook(_copy_view)
     module.register_forward_hook(_remember_output)
 
 
-def _copy_view(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+def _copy_view(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Copy an input that is part of a larger tensor, because keeping it would keep all of that."""
-    return (inputs[0].contiguous(),)
+    return tuple(x.contiguous() for x in inputs)
 
 
 def _remember_output(
-    module: Any, inputs: tuple[Tensor], output: Tensor | tuple[Tensor, Tensor]
+    module: Any, inputs: tuple[Tensor, ...], output: Tensor | tuple[Tensor, Tensor]
 ) -> None:
+    if not inputs:
+        return
     x = inputs[0].detach()
     output = output[0] if isinstance(output, tuple) else output
     # Calls `forward` and not the module, because Megatron's hooks are for the forward pass alone.

@@ -248,14 +248,14 @@ def _mtp_activations(a: Architecture, layout: Layout, tokens: float, cheap: bool
 
 
 def _attention_values(a: Architecture, cheap: bool) -> float:
-    """Return what attention keeps of a token: q, k, v and its output; q and k rotated.
+    """Return what attention keeps of a token: the projection, a copy of the gate, and its output.
 
-    A norm of q or k that keeps its input keeps a copy, since q and k are views of one product.
+    If cheap outputs are kept, these are q and k, normed and rotated, v, and the gated output.
     """
     query, key = a.num_attention_heads * a.head_dim, a.num_key_value_heads * a.head_dim
     gate = query if a.attn_output_gate else 0
-    values = 2 * query + 2 * key + gate
-    return values if cheap else values + 2 * (query + key) + gate
+    values = 2 * query + 2 * key + 2 * gate
+    return values if cheap else values + query + 2 * key + gate
 
 
 def _delta_net_values(a: Architecture, cheap: bool) -> float:

@@ -49,7 +49,8 @@ def _step(case: Case) -> tuple[dict[str, Tensor], dict[str, int]]:
     made: list[tuple[str, StorageWeakRef]] = []
     kept: dict[str, int] = {}
 
-    def note(name: str, output: Tensor) -> None:
+    def note(name: str, output: Tensor | tuple[Tensor, ...]) -> None:
+        output = output[0] if isinstance(output, tuple) else output  # a norm may return its input
         made.append((name, StorageWeakRef(output.untyped_storage())))
 
     def count(*_: Any) -> None:
@@ -57,6 +58,7 @@ def _step(case: Case) -> tuple[dict[str, Tensor], dict[str, int]]:
         deadline = time.monotonic() + (0 if case.overrides.get("keep_activations") else 10)
         while time.monotonic() < deadline and not all(s.expired() for _, s in made):
             time.sleep(0.001)
+        gc.collect()  # Triton's interpreter of our kernels leaves cycles that hold their tensors
         for name, storage in made:
             kept[name] = kept.get(name, 0) + (not storage.expired())
         made.clear()
@@ -64,7 +66,10 @@ def _step(case: Case) -> tuple[dict[str, Tensor], dict[str, int]]:
     for module in chunk.decoder.layers.modules():
         if isinstance(module, RMSNorm):
             name = "norm of heads" if len(module.weight) == chunk.architecture.head_dim else "norm"
-            module.register_forward_hook(lambda m, i, output, name=name: note(name, output))
+            # A norm that is called for its weights alone has no input.
+            module.register_forward_hook(
+                lambda m, i, out, name=name: note(name, out) if i else None
+            )
         if isinstance(module, GatedMLP):
             module.linear_fc2.register_forward_pre_hook(lambda m, i: note("SwiGLU", i[0]))
     for layer in chunk.decoder.layers:

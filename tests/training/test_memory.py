@@ -100,11 +100,11 @@ def test_recompute_and_parallelism_shrink_activations_as_they_should() -> None:
 
 
 def test_rows_of_experts_are_kept_once() -> None:
-    """Rehearsals of `sft_30b_a3b` with 32 and 33 recomputed layers are 0.497 GB apart."""
+    """Rehearsals of `sft_30b_a3b` with 32 and 33 recomputed layers are 0.462 GB apart."""
     a = Architecture.from_hf(PUBLISHED / "30b_a3b.json")
     layout = Layout(tp=2, ep=8, dp=8, sp=True)
     kept = [estimate(a, layout, 8192, count, visual_share=0.0).activations for count in (24, 25)]
-    assert kept[0] - kept[1] == pytest.approx(0.497e9, rel=0.03)
+    assert kept[0] - kept[1] == pytest.approx(0.462e9, rel=0.03)
 
 
 @pytest.mark.parametrize(

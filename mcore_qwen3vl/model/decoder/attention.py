@@ -12,7 +12,9 @@ and both layer specs. mcore's own packed path looks positions up again from cu_s
 sync in every layer. Transformer Engine's fused path counts from 0 in each sample, which is wrong
 for 3-D positions.
 
-A rotation is one kernel of Transformer Engine's, or three or four of torch's.
+A rotation is one kernel of Transformer Engine's, or three or four of torch's. Where our own kernel
+runs (:mod:`mcore_qwen3vl.kernels.heads`), it norms and rotates queries and keys of the ``torch``
+spec, and copies them and the values apart.
 
 Core attention
 --------------
@@ -47,7 +49,9 @@ from transformers import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from mcore_qwen3vl.config import Architecture
+from mcore_qwen3vl.kernels.heads import HeadColumns, HeadNorms, can_split, split_heads
 from mcore_qwen3vl.memory_labels import label_module
+from mcore_qwen3vl.model.decoder.norm import StandaloneRMSNorm
 from mcore_qwen3vl.model.inputs import local_positions, to_device
 from mcore_qwen3vl.model.kernels import Pointwise
 from mcore_qwen3vl.model.recompute import compute_keeping_inputs, recipe_of, remember
@@ -131,12 +135,17 @@ def apply_rotary(x: Tensor, angles: Tensor, *, fused: bool, factor: float = 1.0)
     """
     if fused and factor == 1:
         return rotate_fused(x, angles)
-    tables = getattr(angles, "tables", None)
+    return rotate(x, *rotary_tables(angles, factor, x.dtype))
+
+
+def rotary_tables(angles: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines (s, B, 1, R / 2) of the angles; see :func:`apply_rotary`."""
+    tables: tuple[Tensor, Tensor] | None = getattr(angles, "tables", None)
     if tables is None:
         half = angles[..., : angles.shape[-1] // 2]
-        tables = (factor * half.cos()).to(x.dtype), (factor * half.sin()).to(x.dtype)
+        tables = (factor * half.cos()).to(dtype), (factor * half.sin()).to(dtype)
         angles.tables = tables  # type: ignore[attr-defined]
-    return rotate(x, *tables)
+    return tables
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -191,17 +200,36 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), -1)
 
 
+class HeadNorm(StandaloneRMSNorm):
+    """The norm of queries or of keys, which gives its weights to a kernel that norms them itself.
+
+    Megatron's overlapped parameter gather waits for weights when the module that owns them is
+    called. So they are had by a call without a tensor.
+    """
+
+    def forward(self, x: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        return self.weight if x is None else super().forward(x)
+
+
 class RotarySelfAttention(SelfAttention):
     """mcore's attention, which here rotates queries and keys as soon as they are projected.
 
     Args:
         factor: see :func:`rotary_factor`.
+
+    Attributes:
+        splits_in_one_kernel: whether one kernel may do all between the projection and attention.
+            If not, the norms of queries and keys are called with them, as a hook may want.
     """
 
     def __init__(self, *args: Any, factor: float = 1.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._factor = factor
         fused = self.config.transformer_impl == "transformer_engine"
         self._rotate = partial(apply_rotary, fused=fused, factor=factor)
+        # With fewer groups than TP ranks, a rank takes its heads from the projections of several.
+        has_groups = self.config.num_query_groups >= self.world_size
+        self.splits_in_one_kernel = isinstance(self.q_layernorm, HeadNorm) and has_groups
 
     def forward(self, *args: Any, rotary_pos_emb: Any = None, **kwargs: Any) -> Any:
         self._angles = rotary_pos_emb
@@ -210,11 +238,52 @@ class RotarySelfAttention(SelfAttention):
         finally:
             self._angles = None
 
-    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
-        query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, *args: Any, output_gate: bool = False, **kwargs: Any
+    ) -> Any:
+        if self._angles is not None and self.splits_in_one_kernel and can_split(hidden_states):
+            return self._split_in_one_kernel(hidden_states, self._angles, gated=output_gate)
+        query, key, *rest = super().get_query_key_value_tensors(
+            hidden_states, *args, output_gate=output_gate, **kwargs
+        )
         if self._angles is not None:
             query, key = (self._rotate_with_recipe(x, self._angles) for x in (query, key))
         return query, key, *rest
+
+    def _split_in_one_kernel(self, hidden: Tensor, angles: Tensor, *, gated: bool) -> list[Tensor]:
+        """Return queries, keys, values, and their gates, each (s, B, heads or groups, D).
+
+        Each has a recipe, which computes all of them, once for the backward pass of attention.
+        """
+        projection, _bias = self.linear_qkv(hidden)  # (s, B, C)
+        shape = projection.shape[:2]
+        # A decoding step may have the same positions in all of its rows.
+        cos, sin = (
+            table.expand(*shape, 1, -1).flatten(0, 2)
+            for table in rotary_tables(angles, self._factor, hidden.dtype)
+        )
+        columns = HeadColumns(
+            self.num_attention_heads_per_partition,
+            self.num_query_groups_per_partition,
+            self.hidden_size_per_attention_head,
+            gated=gated,
+        )
+        norm = self.q_layernorm
+        norms = HeadNorms(norm(), self.k_layernorm(), norm.eps, norm.zero_centered)
+
+        def split(rows: Tensor) -> list[Tensor]:
+            parts = split_heads(rows, columns, cos, sin, norms)
+            return [part.view(*shape, *part.shape[1:]) for part in parts]
+
+        rows = projection.flatten(0, 1)
+        kept, made = rows.detach(), dict[int, Tensor]()
+
+        def make_again(number: int) -> Tensor:
+            if number not in made:
+                made.update(enumerate(split(kept)))
+            return made.pop(number)
+
+        return [remember(part, partial(make_again, i)) for i, part in enumerate(split(rows))]
 
     def _rotate_with_recipe(self, x: Tensor, angles: Tensor) -> Tensor:
         """Rotate the output of a norm.

@@ -45,7 +45,7 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from mcore_qwen3vl.memory_labels import label_module, memory_label
-from mcore_qwen3vl.model.decoder.attention import RotarySelfAttention, TorchAttention
+from mcore_qwen3vl.model.decoder.attention import HeadNorm, RotarySelfAttention, TorchAttention
 from mcore_qwen3vl.model.decoder.delta_net import DeltaNet
 from mcore_qwen3vl.model.decoder.experts import GroupedExperts
 from mcore_qwen3vl.model.decoder.mlp import GatedMLP
@@ -279,7 +279,7 @@ def _torch_layer(config: TransformerConfig, moe: bool) -> ModuleSpec:
     parts.input_layernorm = RMSNorm
     parts.pre_mlp_layernorm = StandaloneRMSNorm if moe else RMSNorm
     attention = parts.self_attention.submodules
-    attention.q_layernorm = attention.k_layernorm = StandaloneRMSNorm
+    attention.q_layernorm = attention.k_layernorm = HeadNorm
     attention.core_attention = TorchAttention
     if moe:
         if config.moe_grouped_gemm:

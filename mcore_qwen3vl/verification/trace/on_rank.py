@@ -305,6 +305,7 @@ def _linear_and_norm_hooks(chunk: Qwen3VLModel) -> Iterator[TracedTensor]:
 def _head_norm_hooks(chunk: Qwen3VLModel, attention: Any, name: str) -> Iterator[TracedTensor]:
     """Yield the hooks of the query and key norms, whose columns are this TP rank's heads."""
     architecture, size, rank = chunk.architecture, _tp_size(), mpu.get_tensor_model_parallel_rank()
+    attention.splits_in_one_kernel = False  # which would keep the norms' outputs to itself
     for module, point, heads in (
         (attention.q_layernorm, f"{name}.q_norm", architecture.num_attention_heads),
         (attention.k_layernorm, f"{name}.k_norm", architecture.num_key_value_heads),
