@@ -37,12 +37,18 @@ from mcore_qwen3vl.rehearsal import holders, stubs
 from mcore_qwen3vl.rehearsal.holders import BACKWARD, FORWARD
 from mcore_qwen3vl.simulated_gpu import rank as this_rank
 from mcore_qwen3vl.simulated_gpu.device import place_of
-from mcore_qwen3vl.simulated_gpu.rank import History, Rank, record_allocations
+from mcore_qwen3vl.simulated_gpu.rank import (
+    RARELY_WRITING,
+    History,
+    Rank,
+    record_allocations,
+)
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.events import Built, Phase, RunObserver
 from mcore_qwen3vl.training.logs import metrics
 
 label_module(__file__, None)  # what Megatron's functions allocate within ours is their callers'
+RARELY_WRITING.add("zero_empty")  # an expert without a token is rare
 
 OnSetup = Callable[[list[nn.Module], Any, list[nn.Module]], None]
 """Takes the model's chunks, the optimizer, and the chunks of the second model, if any."""

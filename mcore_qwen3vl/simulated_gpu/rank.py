@@ -308,10 +308,15 @@ _ADDITIONS = {"scatter_", "scatter_add_", "index_add_", "index_copy_", "index_pu
 _OVERWRITING = {"zero_", "fill_", "copy_", "_foreach_copy_"}
 """Operators that do not read their first tensor."""
 
+RARELY_WRITING: set[str] = set()
+"""Operators of a program that touch their tensors for some values only, and are counted as none."""
+
 
 def _bytes_moved(func: Any, args: Any, result: Any) -> int:
     """Return the bytes that an operator reads and those that it writes."""
     name = func._overloadpacket.__name__
+    if name in RARELY_WRITING:
+        return 0
     pairs = zip(func._schema.arguments, args, strict=False)
     changed = [a for argument, a in pairs if argument.alias_info and argument.alias_info.is_write]
     written = sum(sizes_of(changed or [result]))

@@ -96,6 +96,14 @@ def test_what_is_overwritten_or_expanded_counts_once() -> None:
     assert work.counts == {BYTES: 2 * 4 * (15 + 3)}
 
 
+def test_what_rarely_writes_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.randn(3, 5)
+    monkeypatch.setattr("mcore_qwen3vl.simulated_gpu.rank.RARELY_WRITING", {"zero_"})
+    with each_launches() as work:
+        tensor.zero_()
+    assert not work.counts[BYTES]
+
+
 def test_what_would_be_compiled_counts_as_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     count_compiled()

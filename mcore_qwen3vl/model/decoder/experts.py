@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from torch import Tensor, nn
 
+from mcore_qwen3vl.kernels.permutation import zero_empty
 from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.decoder.mlp import weighted_swiglu
 from mcore_qwen3vl.model.inputs import to_device
@@ -248,8 +249,8 @@ class Groups:
         # On some GPUs the kernel leaves uninitialised memory there: pytorch#172439, #174314.
         if not self.counts.is_cuda and bool(self.counts.all()):
             return gradients
-        empty = to_device(self.counts == 0, gradients.device)
-        return gradients.masked_fill_(empty[:, None, None], 0)
+        zero_empty(gradients, to_device(self.counts, gradients.device))
+        return gradients
 
 
 def grouped_product(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:

@@ -32,6 +32,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
     MultiTokenPredictionLayer,
@@ -47,6 +48,7 @@ from torch import Tensor
 from mcore_qwen3vl.memory_labels import label_module, memory_label
 from mcore_qwen3vl.model.decoder.attention import HeadNorm, RotarySelfAttention, TorchAttention
 from mcore_qwen3vl.model.decoder.delta_net import DeltaNet
+from mcore_qwen3vl.model.decoder.dispatcher import GatheringDispatcher
 from mcore_qwen3vl.model.decoder.experts import GroupedExperts
 from mcore_qwen3vl.model.decoder.mlp import GatedMLP
 from mcore_qwen3vl.model.decoder.norm import RMSNorm, StandaloneRMSNorm
@@ -81,6 +83,10 @@ class DeepStackLayer(TransformerLayer):
         for norm in (self.input_layernorm, self.pre_mlp_layernorm):
             if isinstance(norm, RMSNorm) and not offloads:
                 norm.gives_residual = True
+        dispatcher: Any = getattr(self.mlp, "token_dispatcher", None)
+        local = self.config.transformer_impl == "local"
+        if local and type(dispatcher) is MoEAlltoAllTokenDispatcher:
+            dispatcher.__class__ = GatheringDispatcher
         if self.recomputes:
             names = ("q_layernorm", "k_layernorm")  # which a gated delta net lacks
             norms = (getattr(self.self_attention, name, None) for name in names)
