@@ -121,18 +121,18 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class _PlainLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(inputs)
-        ctx.parameter = weight  # unpacked, it would lack the attributes that DDP has set
+        ctx.save_for_backward(inputs, weight)
+        ctx.parameter = weight  # unpacked, it lacks the attributes that DDP has set
         return F.linear(inputs, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (inputs,), weight = ctx.saved_tensors, ctx.parameter
+        inputs, weight = ctx.saved_tensors
         of_inputs, of_weight, of_bias = ctx.needs_input_grad
         flat = gradient.flatten(0, -2)
         return (
             gradient @ weight if of_inputs else None,
-            weight_gradient(weight, flat, inputs.flatten(0, -2)) if of_weight else None,
+            weight_gradient(ctx.parameter, flat, inputs.flatten(0, -2)) if of_weight else None,
             flat.sum(0) if of_bias else None,
         )
 

@@ -247,7 +247,7 @@ class _GeluLinear(torch.autograd.Function):
         ctx: Any, inner: Tensor, bias_before: Tensor, weight: Tensor, bias: Tensor
     ) -> tuple[Tensor, Tensor]:
         activated = F.gelu(inner, approximate="tanh")
-        ctx.save_for_backward(inner)
+        ctx.save_for_backward(inner, weight)
         ctx.parameter = weight
         ctx.set_materialize_grads(False)
         return F.linear(activated, weight, bias), activated
@@ -256,7 +256,7 @@ class _GeluLinear(torch.autograd.Function):
     def backward(
         ctx: Any, gradient: Tensor, of_activated: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        (inner,), weight = ctx.saved_tensors, ctx.parameter
+        inner, weight = ctx.saved_tensors
         arriving = gradient @ weight
         if of_activated is not None:
             arriving += of_activated
@@ -265,6 +265,6 @@ class _GeluLinear(torch.autograd.Function):
         return (
             of_inner,
             of_bias_before if before else None,
-            weight_gradient(weight, gradient, activated) if of_weight else None,
+            weight_gradient(ctx.parameter, gradient, activated) if of_weight else None,
             gradient.sum(0) if of_bias else None,
         )

@@ -22,7 +22,7 @@ from tests.kernels.interpreted import interpreted_json
 CASES = [
     (dtype, shape, centred, more)
     for dtype in ("float32", "bfloat16")
-    for shape in ((3, 5, 7, 37), (2, 1, 4500), (37, 200))
+    for shape in ((3, 5, 7, 37), (2, 1, 4500), (37, 200), (2, 3, 2, 2, 12))
     for centred in (False, True)
     for more in (False, True)
 ]
@@ -45,8 +45,12 @@ def measure(dtype: str, shape: tuple[int, ...], centred: bool, more: bool) -> di
     def random(*shape: int) -> Tensor:
         return torch.randn(shape).to(getattr(torch, dtype))
 
-    # Rows are part of a larger tensor, and the axes around them are not in its order.
-    x = (2 * random(shape[0], *shape[1:-1], columns + 5) + 0.7)[..., 2:-3]
+    # Rows are part of a larger tensor, and so are their runs, such as the keys' heads of a token.
+    *outer, run, _ = shape
+    x = (2 * random(*outer, run + 2, columns + 5) + 0.7)[..., 1:-1, 2:-3]
+    if len(shape) == 5:  # and rows of three distances are copied
+        x = x.transpose(0, 1)
+        shape = tuple(x.shape)
     gradient, of_x, added = (random(*shape) for _ in range(3))
     weight, bias = random(columns), random(columns) if centred else None
     offset = 0.0 if centred else 1.0
