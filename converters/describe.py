@@ -320,7 +320,7 @@ class Estimate:
         units: number of units of work. A finished unit is journalled, so that a later run does not
             repeat it.
         nbytes: bytes of tensor data, read once and written once.
-        largest_slice: mcore key of the piece of which a worker holds the most bytes at a time.
+        largest_slice: mcore key of the piece with the most bytes in a worker at a time.
         largest_slice_bytes: the bytes of that piece that a worker holds at a time.
         memory_bound_bytes: 1 GiB plus one such slice for each worker, without the page cache.
         seconds: time to read and write everything at `disk_gb_per_s` (10^9 bytes); None if that is

@@ -762,7 +762,7 @@ def _contradiction(where: str, two: dict[str, Any]) -> BadInput:
 
 
 def _read_size(section: dict[str, Any], name: str, *, most: int = LARGEST) -> int:
-    """Return a number of things, of which there is at least one."""
+    """Return a number of things, 1 or more."""
     return _read_integer(section, name, least=1, most=most)
 
 

@@ -165,7 +165,7 @@ def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
 
     Raises:
         ValueError: `text` is not JSON, or is nested more deeply than Python can read; or with
-            `unique` an object has a key twice, of which Python would take the last value.
+            `unique` an object has a key twice, where Python would take the last value.
     """
     try:
         return json.loads(text, object_pairs_hook=_unique if unique else None)

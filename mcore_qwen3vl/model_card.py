@@ -195,7 +195,7 @@ def _header_of(config: Path) -> dict[str, str]:
         return {}
     try:
         found = ModelCard(file.read_text("utf-8"), ignore_metadata_errors=True).data.to_dict()
-    except Exception:  # a stranger's file, of which any parser may say anything
+    except Exception:  # any error of a parser, since the file is a stranger's
         return {}
     names = ("license", "license_name", "license_link", "pipeline_tag")
     return {n: found[n] for n in names if isinstance(found.get(n), str)}
@@ -289,7 +289,7 @@ def _without_folders(value: str) -> str:
 
 
 def quote(file: str | Path) -> str:
-    """Return what a certificate says: what was compared, of which weights, and with what.
+    """Return what a certificate says: what was compared, the weights, and the reference.
 
     Args:
         file: ``report.json`` of ``verify --report``.

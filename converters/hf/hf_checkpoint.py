@@ -184,8 +184,8 @@ class HuggingFaceCheckpoint:
         """Refuse a stored head that is not the embedding to which the config ties it."""
         head = self.read_stored(forms.LM_HEAD)
         embedding = self.read_stored(forms.INPUT_EMBEDDING)
-        # Bits are compared, since NaN is not equal to itself. Both are views of the file, of which
-        # the comparison makes no copy.
+        # Bits are compared, since NaN is not equal to itself. Both are views of the file, and the
+        # comparison makes no copy of them.
         if head.dtype != embedding.dtype or not torch.equal(
             head.view(torch.uint8), embedding.view(torch.uint8)
         ):

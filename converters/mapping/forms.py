@@ -108,7 +108,7 @@ COSMOS = Names(
         r"^action_proj_in\.",
         r"^action_modality_embed$",
     ),
-    note="Tensors are named as in Cosmos3 checkpoints, of which the reasoner is read, a Qwen3-VL: "
+    note="Tensors are named as in Cosmos3 checkpoints; their reasoner, a Qwen3-VL, is read: "
     "`--expert-layout v5` of `convert` writes Qwen3-VL's names.",
     read_by_transformers=False,
 )

@@ -340,7 +340,7 @@ def write_part(
                     f"{planned.source}: {' '.join(nonfinite)} {dst} will not be written: delete "
                     f"{stage.folder}, with what the parts have done."
                 )
-            # A part without units, of which there may be some, counts as done once it has run.
+            # A part may have no units: it counts as done once it has run.
             if f"part {part}" not in stage.done:
                 stage.record_held(f"part {part}", {})
             parts = [Part(index, part.count) for index in range(part.count)]

@@ -222,7 +222,7 @@ CHECKED_BYTES = 2**24
 
 
 class Sums:
-    """What archives state as the CRC-32 of their tensors' data, each of which is checked once."""
+    """The CRC-32 that archives state of their tensors' data; each is checked once."""
 
     def __init__(self) -> None:
         self._stated: dict[int, int | None] = {}  # by the data's address; None: it was right
@@ -463,7 +463,7 @@ class TensorUnpickler(RestrictedUnpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}".replace("builtins.", "__builtin__.")
-        # Parameters are rebuilt without their attributes, of which Megatron sets some.
+        # Parameters are rebuilt without the attributes that Megatron sets.
         functions: dict[str, Callable[..., Any]] = {
             "torch._utils._rebuild_tensor_v2": self._rebuild,
             "torch._utils._rebuild_tensor_v3": self._rebuild_untyped,

@@ -1,8 +1,8 @@
 """One working directory that the parts of a conversion fill side by side, on any machines.
 
 The directory, its journal and its tree are those of `staging`, and so is how the result appears.
-``parts`` beside them states of which work the parts are. A part holds ``part-I.lock`` as long as it
-runs, and ``parts.lock`` only while it begins, adds a line to the journal, or publishes.
+``parts`` beside them states the work that the parts divide. A part holds ``part-I.lock`` as long as
+it runs, and ``parts.lock`` only while it begins, adds a line to the journal, or publishes.
 
 What other parts have finished is read from the journal alone, a file that was there when this part
 began: on a network file system a name that another machine makes may be seen a minute late.

@@ -7,7 +7,7 @@ deleted. What the target replaces waits in ``replaced`` while the new one is ren
 
 A run that was killed or failed while it published left one of two states, which the next one puts
 right before anything else. If ``tree`` is still there and the target is not, ``replaced`` is put
-back. If ``tree`` has become the target, ``replaced``, of which a part may be gone, is deleted.
+back. If ``tree`` has become the target, what is left of ``replaced`` is deleted.
 """
 
 from __future__ import annotations

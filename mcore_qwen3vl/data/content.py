@@ -76,7 +76,7 @@ def digest_of_beginning(path: Path, sizes: Sequence[int]) -> str | None:
 
 
 def _ends_with_a_line(file: Path, size: int) -> bool:
-    """Return whether a file's records are lines, of which one ends after `size` bytes."""
+    """Return whether a file's records are lines, and one of them ends after `size` bytes."""
     if file.suffix not in (".jsonl", ".json"):
         return False
     with file.open("rb") as stream:
@@ -129,7 +129,7 @@ def _blend_of(path: Path) -> str:
 
 
 def _digest(files: Sequence[Path], sizes: Sequence[int], blend: str = "") -> str:
-    """Return the digest of the first bytes of each file, of which `sizes` says how many."""
+    """Return the digest of each file's first bytes; `sizes` says how many."""
     total, found = sum(sizes), hashlib.blake2b(digest_size=16)
     found.update((repr(list(sizes)) + blend).encode())
     if total <= BLOCK * BLOCKS:

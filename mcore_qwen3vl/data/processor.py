@@ -300,8 +300,8 @@ def _check_settings(section: str, processor: Any, where: str) -> None:
     both = getattr(processor, "num_frames", None), getattr(processor, "fps", None)
     if None not in both and processor.do_sample_frames:
         raise BadInput(
-            f"{where}: num_frames is {both[0]} and fps is {both[1]}, of which transformers takes "
-            "one. Set the other to null; the default of fps is 2."
+            f"{where}: num_frames is {both[0]} and fps is {both[1]}, and transformers takes "
+            "one of them. Set the other to null; the default of fps is 2."
         )
 
 

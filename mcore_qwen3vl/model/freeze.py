@@ -99,7 +99,7 @@ class Freezing:
         if not training.total():
             raise BadInput("--freeze/--trainable leave no parameter to train: freeze less.")
         of_layers = set().union(*layers)
-        # Parameters of which some layer trains and another does not.
+        # Parameters that train in some layers and not in others.
         both = (name for name, trains in of_layers if trains and (name, False) in of_layers)
         self.divided = min(both, default=None)
         return Trained(**{part: training[part] / max(totals[part], 1) for part in PARTS})

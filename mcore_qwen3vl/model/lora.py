@@ -44,7 +44,7 @@ from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 label_module(__file__, "model, other")
 
 Target = Factors | Slot
-"""The adapter wanted for one Hugging Face tensor, of which rank and scaling are read."""
+"""The adapter wanted for one Hugging Face tensor; its rank and scaling are read."""
 Targets = Mapping[str, Target]  # by Hugging Face parameter name
 
 

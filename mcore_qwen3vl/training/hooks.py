@@ -28,7 +28,7 @@ Wrapper = Callable[..., Any]
 
 
 def wrap_all(wrappers: Mapping[str, Wrapper]) -> None:
-    """Wrap the functions of :data:`HOOKS`, each of which `wrappers` has by its name."""
+    """Wrap the functions of :data:`HOOKS`; `wrappers` has a wrapper for each, by its name."""
     # All of them, because an earlier run in this process may have wrapped some.
     for name, module in HOOKS.items():
         wrap(import_module(module), name, wrappers[name])

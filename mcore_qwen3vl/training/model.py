@@ -50,7 +50,7 @@ def model_provider(
     """Return the model provider for ``megatron.training.pretrain``.
 
     Args:
-        args: those of Megatron's, of which it makes the ``TransformerConfig``.
+        args: Megatron's arguments; they make the ``TransformerConfig``.
         lora: the LoRA run, if an adapter trains instead of the model's own weights.
         on_trained: called with how much trains, once the last chunk of a rank is built.
         other: the checkpoint of another maker to start from, if any.

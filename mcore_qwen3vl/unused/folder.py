@@ -213,7 +213,7 @@ TOKENIZER = Fields(
         **dict.fromkeys(("add_bos_token", "add_eos_token"), "tokenizer.json says what is added"),
     },
 )
-"""The fields of which transformers makes a tokenizer, and which texts as we encode them need."""
+"""The fields that transformers makes a tokenizer from and that our encoding of texts needs."""
 
 
 SENTENCES = Fields(

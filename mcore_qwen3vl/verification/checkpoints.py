@@ -389,7 +389,7 @@ def _misfits(
 
 
 def _describe_wrong_pieces(wrong: list[SourceTensor]) -> str:
-    """Return the flaw of an HF tensor, of which these pieces have other bytes than stated."""
+    """Return the flaw of an HF tensor whose given pieces have other bytes than stated."""
     experts = sorted(source.index for source in wrong if source.index is not None)
     if not experts:
         parts = "".join(sorted(source.piece_words for source in wrong))

@@ -77,7 +77,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "shortest_edge 512 and longest_edge 256",
     ),
     ("image_processor", {"max_pixels": 1}, "longest_edge 1;"),
-    ("video_processor", {"num_frames": 6}, "num_frames is 6 and fps is 2, of which"),
+    (
+        "video_processor",
+        {"num_frames": 6},
+        "num_frames is 6 and fps is 2, and transf",
+    ),
     ("video_processor", {"num_frames": 0, "fps": None}, "num_frames is 0"),
     ("video_processor", {"fps": 0}, "fps is 0; it must be a number above 0, or null"),
     ("video_processor", {"fps": NAN}, "fps is nan"),

@@ -100,7 +100,7 @@ class RunRecord:
         return self.rows.get(row, {}).get(name)
 
     def rates_and_schedule(self) -> dict[str, Any]:
-        """Return the arguments of which the optimizer and the schedule of its rates are built.
+        """Return the arguments that the optimizer and the schedule of its rates are built from.
 
         What the schedule counts in samples is left out, because Megatron keeps that with its state,
         but for the decay of WSD, without which it makes no schedule.
@@ -126,7 +126,7 @@ class RunRecord:
         return RunRecord(rows, self.base)
 
     def lacks(self, now: RunRecord) -> list[str]:
-        """Return the rows of `now` of which this record has not all values, or only sizes."""
+        """Return the rows of `now` whose values this record lacks, or has only as sizes."""
         only_sizes = any(
             held["digest"] is None for held in self.value("data sets", "content") or ()
         )

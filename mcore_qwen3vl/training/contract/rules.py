@@ -52,7 +52,7 @@ class ChangeRule(Protocol):
     def judge(
         self, row: str, changes: Sequence[Change], before: Values, now: Values, steering: Steering
     ) -> Iterator[Notice]:
-        """Yield what is to be said of `changes`, of which there is at least one."""
+        """Yield what is to be said of one or more `changes`."""
 
 
 def values_before(changes: Sequence[Change]) -> str:

@@ -200,7 +200,7 @@ class _UsefulRecords(logging.Filter):
 
 
 def loss_name(numbers: Collection[str]) -> str | None:
-    """Return which of the log's names is that of the loss that the run minimises, if any is."""
+    """Return the log's name of the loss that the run minimises; None: it has no such name."""
     return next((name for name in logged_names() if name in numbers), None)
 
 

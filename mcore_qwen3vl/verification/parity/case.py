@@ -259,7 +259,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """A global batch, of which the data-parallel ranks get consecutive equal parts."""
+    """A global batch; the data-parallel ranks get consecutive equal parts of it."""
 
     name: str
     micro_batches: tuple[MicroBatch, ...]

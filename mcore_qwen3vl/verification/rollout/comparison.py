@@ -264,7 +264,7 @@ def _ask(
 def _without_placeholders(
     prompt: Prompt, answer: Answer, vocabulary: Vocabulary, report: RolloutComparison
 ) -> Answer:
-    """Return an answer up to the first token that stands for pixels, of which it has none."""
+    """Return an answer up to the first token that stands for pixels; an answer has no pixels."""
     ids = answer.token_ids
     end = next((i for i, token in enumerate(ids) if token in vocabulary.placeholders), None)
     if end is None:

@@ -55,7 +55,7 @@ class Stop:
 
     Attributes:
         how: how it ends.
-        after: the steps of which a checkpoint is certain.
+        after: the number of steps that a checkpoint certainly holds.
         layout: the layout under which it goes on; None: the same one.
         flags: flags with which it goes on, in place of those of the same name.
     """

@@ -42,7 +42,7 @@ similarities by a temperature: InfoNCE's after three steps was found 2.3e-5 apar
 and TP, with a tenth of the learning rate 6e-7."""
 HALF_OF_SUMS = {**HALF, "loss": 1e-1}
 """A DPO loss of 0.022 was found 3 % apart in bf16, between one rank and CP: that is 0.03 in the
-margin of log-probabilities, of which each is rounded to 8 bits."""
+margin of log-probabilities, and each of these is rounded to 8 bits."""
 
 
 def limits_of(case: Case) -> Mapping[str, float]:

@@ -85,7 +85,7 @@ def search_model(
 
     Args:
         model: a Hugging Face checkpoint; its weights are not read.
-        data: a JSONL file, of which the first records are used; None: they are made up.
+        data: a JSONL file; the search uses its first records. None: they are made up.
         flags: words of the command line of training, without paths.
         cases: end after so many cases, too.
 
@@ -138,7 +138,7 @@ def _axes(
 def _records_of(data: Path) -> list[str]:
     """Return the first records of a JSONL file."""
     if data.suffix != ".jsonl":
-        raise BadInput(f"{data} is no .jsonl file, of which the search takes the first records.")
+        raise BadInput(f"{data} is no .jsonl file: the search takes the first records of one.")
     lines: list[str] = []
     with data.open(encoding="utf-8") as file:
         for line in file:

@@ -348,7 +348,7 @@ def _losses_of_step(
     recipe: Recipe,
     words: Sequence[int],
 ) -> Iterator[Tensor]:
-    """Yield parts of a step's loss, of which one is computed at a time."""
+    """Yield the parts of a step's loss, computed one at a time."""
     if recipe.loss == "embedding":
         yield _contrastive_loss(model, samples)
         return
@@ -645,7 +645,7 @@ def load_tensors(model_folder: Path) -> dict[str, Tensor]:
 
 
 def moved_parts(model_folder: Path, other_folder: Path) -> list[str]:
-    """Return the parts of a model of which another has other values, in float32."""
+    """Return the parts of a model whose values differ from another's, in float32."""
     mine, other = load_tensors(model_folder), load_tensors(other_folder)
     found = (
         part_of(name)

@@ -65,7 +65,7 @@ def write_table(file: Path, bench: Bench, until: float, first: int = 0, every: i
 def bases() -> dict[str, Case]:
     """Return the runs to which a flag is added; a flag is tried on the first that it does not stop.
 
-    Each is of three steps, of which the last has seen all parts of the model change.
+    Each is of three steps: before the last one all parts of the model have changed.
     """
     makers = (records.one_image, records.several_turns, records.weights, records.one_image)
     rng = Random("records")
