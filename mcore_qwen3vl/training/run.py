@@ -11,8 +11,8 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Collection, Mapping
-from contextlib import closing
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -552,12 +552,10 @@ class Run:
 
         self._build_second()  # with --skip-train there is no optimizer
         config = inspect.signature(original).bind(*args, **kwargs).arguments["config"]
-        variable, config.variable_seq_lengths = config.variable_seq_lengths, True
-        try:  # with --packing too, a validation's batches differ in length
-            with self.metrics.pause():
-                result = original(*args, **kwargs)
-        finally:
-            config.variable_seq_lengths = variable
+        # A schedule asks the config of the model that it runs, which may be the second one.
+        second = [chunk.config for chunk in self.second.chunks] if self.second else []
+        with self.metrics.pause(), _variable_lengths([config, *second]):
+            result = original(*args, **kwargs)
         losses, iteration = result[0], self.args.iteration + self._steps
         # Megatron validates once more at the end, even right after the last interval.
         is_new, self._validated_at = iteration != self._validated_at, iteration
@@ -577,3 +575,16 @@ class Run:
         for name in [name for name, loss in (losses or {}).items() if math.isnan(float(loss))]:
             del losses[name]  # Megatron would write it to TensorBoard
         return result
+
+
+@contextmanager
+def _variable_lengths(configs: Sequence[Any]) -> Iterator[None]:
+    """Let pipeline stages exchange batches of any length: a validation's are not packed."""
+    before = [config.variable_seq_lengths for config in configs]
+    for config in configs:
+        config.variable_seq_lengths = True
+    try:
+        yield
+    finally:
+        for config, variable in zip(configs, before, strict=True):
+            config.variable_seq_lengths = variable

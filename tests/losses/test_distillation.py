@@ -238,13 +238,18 @@ def test_a_live_teacher_is_the_one_of_the_file_and_a_run_resumes(
 def test_a_validation_without_training_has_its_teacher(
     dense: Path, large: Path, records: Path, tmp_path: Path
 ) -> None:
+    """It is not packed, so that pipeline stages of the teacher too exchange rows of any length."""
     evaluation = ("--valid-data-path", str(records), "--eval-iters", "1", "--skip-train")
     flags = (*flags_of(FORWARD), *live_flags(large), *evaluation)
-    job = step_job(dense, records, "single", *flags, *PACKED, steps=2)
-    assert train(job, tmp_path / "run") == []
-    (entry,) = entries_of(tmp_path / "run")
-    assert entry["iteration"] == 0
-    assert entry["validation distill loss"] > 0.1
+    losses = []
+    for layout in ("single", "pp2"):
+        job = step_job(dense, records, layout, *flags, *PACKED, steps=2)
+        assert train(job, tmp_path / layout) == []
+        (entry,) = entries_of(tmp_path / layout)
+        assert entry["iteration"] == 0
+        losses.append(entry["validation distill loss"])
+    assert losses[0] > 0.1
+    assert losses[1] == pytest.approx(losses[0], rel=2e-5)
 
 
 def test_values_and_defaults_of_a_distillation(dense: Path) -> None:
