@@ -38,7 +38,7 @@ Form = Literal["jsonl", "json", "parquet", "mixture", "weighted mixture"]
 Behind = Literal["score", "generate"]
 """A command that reads the export of a run."""
 
-Start = Literal["published", "transformers", "megatron"]
+Start = Literal["published", "transformers", "megatron", "fp8"]
 """Where the weights come from: the model as it is published, as transformers writes it once it has
 loaded it, or its conversion to Megatron-Core."""
 
@@ -340,7 +340,7 @@ def paste(case: Case) -> str:
 def _lines(case: Case) -> Iterator[str]:
     path = path_of(case.model)
     published = path or "model"
-    model = "again" if case.start == "transformers" else published
+    model = {"transformers": "again", "fp8": "in-fp8"}.get(case.start, published)
     yield "mkdir case && cd case"
     if path is None:
         yield shlex.join(["mcore-qwen3vl", "tiny", "model", *case.model])
@@ -356,8 +356,11 @@ def _lines(case: Case) -> Iterator[str]:
         yield shlex.join(["mcore-qwen3vl", "tiny", "other", *case.model, "--seed", "1"])
     if case.start == "transformers":
         yield from _call("running", "save_again", published, model)
+    if case.start == "fp8":
+        yield from _call("fp8", "write_fp8", published, model, "values")
     if any(ADAPTER in flag for flag in case.flags):
-        yield from _call("running", "write_adapter", model, "adapter")
+        base = "values" if case.start == "fp8" else model
+        yield from _call("running", "write_adapter", base, "adapter")
     if case.start == "megatron":
         yield shlex.join(["mcore-qwen3vl", "convert", "hf-to-mcore", model, "converted"])
     for segment in segments(case):

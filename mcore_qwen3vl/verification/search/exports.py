@@ -69,7 +69,7 @@ def converted_end(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     saved, exported = (sorted((outcome.folder / name).glob("iter_*")) for name in ("save", "hf"))
     if not saved or not exported:
         return f"it saved {len(saved)} checkpoints and exported {len(exported)} models"
-    config = None if case.has("--task") else outcome.model  # its config has no task's head
+    config = None if case.has("--task") else outcome.named_model  # its config has no task's head
     (text,) = run_layout(
         _compare_conversion, 1, config, saved[-1], exported[-1], timeout=bench.timeout
     )

@@ -196,7 +196,11 @@ def frozen(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     exported = sorted((outcome.folder / "hf").glob("iter_*"))
     if not exported or case.has("--task") or is_half(case):
         return None
-    (moved,) = run_layout(plain.moved_parts, 1, outcome.model, exported[-1], timeout=bench.timeout)
+    # What a run copies of a model in FP8 is bfloat16, so only what was loaded has these values.
+    copied = "mtp." if case.start == "fp8" else None
+    (moved,) = run_layout(
+        plain.moved_parts, 1, outcome.model, exported[-1], copied, timeout=bench.timeout
+    )
     if wrong := parts & set(moved):
         return f"{', '.join(sorted(wrong))} is frozen, and its exported tensors are others"
     return ""
@@ -441,7 +445,7 @@ def _processor(folder: Path, budget: plain.ImageBudget) -> Any:
 
 def converted_start(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     """A run from a converted model is the run from the model."""
-    if case.start == "published" or not outcome.finished:
+    if case.start not in ("transformers", "megatron") or not outcome.finished:
         return None
     other = bench.run(replace(case, start="published"))
     if not other.finished:

@@ -644,13 +644,17 @@ def load_tensors(model_folder: Path) -> dict[str, Tensor]:
     return dict(item for file in files for item in load_file(file).items())
 
 
-def moved_parts(model_folder: Path, other_folder: Path) -> list[str]:
-    """Return the parts of a model whose values differ from another's, in float32."""
+def moved_parts(model_folder: Path, other_folder: Path, left_out: str | None = None) -> list[str]:
+    """Return the parts of a model whose values differ from another's, in float32.
+
+    Tensors whose names begin with `left_out` are not compared.
+    """
     mine, other = load_tensors(model_folder), load_tensors(other_folder)
     found = (
         part_of(name)
         for name in mine.keys() & other.keys()
-        if not mine[name].float().equal(other[name].float())
+        if not (left_out and name.startswith(left_out))
+        and not mine[name].float().equal(other[name].float())
     )
     return sorted(set(found))
 

@@ -53,6 +53,7 @@ from mcore_qwen3vl.verification.search.case import (
     segments,
     write_parquet,
 )
+from mcore_qwen3vl.verification.search.fp8 import write_fp8
 
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 _FULL_BYTES = 16 * 1024
@@ -99,8 +100,10 @@ class Outcome:
     Attributes:
         ran: each command.
         folder: where the run lies: ``log.jsonl``, ``save``, ``hf``.
+        model: the Hugging Face model; in place of one in FP8, its values.
         media: where the media of the records lie.
         judged_by: the oracles that knew the case, by name.
+        in_fp8: the model in FP8, which the commands named.
     """
 
     ran: list[Ran]
@@ -108,6 +111,12 @@ class Outcome:
     model: Path
     media: Path
     judged_by: list[str] = field(default_factory=list)
+    in_fp8: Path | None = None
+
+    @property
+    def named_model(self) -> Path:
+        """The Hugging Face model that the commands named."""
+        return self.in_fp8 or self.model
 
     @property
     def finished(self) -> bool:
@@ -244,6 +253,8 @@ class Bench:
             write_parquet(str(folder / "train.jsonl"), str(folder / "train.parquet"))
         media = folder if case.media is None else Path(case.media)
         outcome = Outcome([], folder, self._model_of(case), media)
+        if case.start == "fp8":
+            outcome.in_fp8 = _in_fp8(outcome.model)
         other = ""
         if any(OTHER in flag for flag in case.flags):
             other = str(self.other_model(case))
@@ -252,7 +263,7 @@ class Bench:
         if case.start == "megatron":
             (folder / "converted").symlink_to(self._converted(outcome.model))
         for segment in segments(case):
-            words = segment.words(case, str(folder), str(outcome.model), other)
+            words = segment.words(case, str(folder), str(outcome.named_model), other)
             ran = self._run_segment(segment, words, folder / f"command{len(outcome.ran)}")
             outcome.ran.append(ran)
             if ran.crash or (ran.refusal and not ran.filled):
@@ -260,12 +271,14 @@ class Bench:
         return outcome
 
     def _model_of(self, case: Case) -> Path:
-        """Return the Hugging Face model of a case, in its form."""
+        """Return the Hugging Face model of a case, in its form; in place of FP8 its values."""
         published = self.model(case.model)
-        if case.start != "transformers":
+        if case.start not in ("transformers", "fp8"):
             return published
-        path = published.with_name(f"{published.name}-again")
-        if not path.exists():
+        path = published.with_name(f"{published.name}-{case.start}")
+        if case.start == "fp8" and not path.exists():
+            write_fp8(published, _in_fp8(path), path)
+        if case.start == "transformers" and not path.exists():
             run_layout(save_again, 1, published, path, timeout=self.timeout)
         return path
 
@@ -310,6 +323,11 @@ class Bench:
         ran.validations = [entry for entry in entries if not loss_name(entry)]
         ran.samples = _samples(notes)
         return ran
+
+
+def _in_fp8(values: Path) -> Path:
+    """Return the model in FP8 beside its values."""
+    return values.with_name(f"{values.name}-numbers")
 
 
 def save_again(model: Path | str, path: Path | str) -> None:

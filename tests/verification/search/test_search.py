@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 import pytest
 
+from mcore_qwen3vl.converters.hf import quantized
 from mcore_qwen3vl.data.loader_state import redistribute
 from mcore_qwen3vl.errors import Unfinished
 from mcore_qwen3vl.layout import Layout
@@ -418,6 +419,24 @@ def test_a_small_reward_is_compared_by_the_size_of_the_log_probabilities(
         outcome_of(0.02), outcome_of(0.05), comparing.HALF_OF_SUMS, "one rank"
     )
     assert (text == "") == agrees, text
+
+
+def test_a_model_in_fp8_is_compared_with_its_values(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = records.lines(Random(1), (records.one_image,), 4, False)
+    case = Case(records=lines, start="fp8", layout="tp2")
+    outcome, verdict = oracles.judge(case, bench, (oracles.crashed, oracles.plain_loop))
+    assert (verdict, outcome.judged_by) == (None, ["crashed", "plain_loop"])
+    dequantize = quantized.dequantize
+
+    def slightly_larger(*arguments: Any) -> Any:
+        return dequantize(*arguments) * 1.01
+
+    monkeypatch.setattr(quantized, "dequantize", slightly_larger)
+    _, verdict = oracles.judge(replace(case, layout="single"), bench, (oracles.plain_loop,))
+    assert verdict is not None
+    assert verdict.text.startswith("step 1: lm loss")
 
 
 def test_a_process_that_breaks_does_not_end_a_search_as_done(
