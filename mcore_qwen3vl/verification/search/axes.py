@@ -55,10 +55,11 @@ def model(rng: Random, case: Case) -> Case:
 
 
 def loss(rng: Random, case: Case) -> Case:
-    """A loss of the registry, and records for it; half of the cases train on answers alone."""
+    """A loss of the registry, and records for it; half of the cases train on answers' tokens."""
     kinds = [(loss, name) for loss in all_losses() for name in loss.names]
     default = next(one for one in kinds if one[1] == "cross_entropy")
-    kind, name = default if rng.random() < 0.5 else rng.choice(kinds)
+    weighted = [one for one in kinds if one[0] is default[0] and one is not default]
+    kind, name = rng.choice(rng.choice(([default], [default], weighted, kinds, kinds, kinds)))
     flags = case.flags if name == default[1] else (*case.flags, *flags_of(kind, name))
     makers, bad = records.makers_of(kind, name), False
     if kind is default[0]:
@@ -125,7 +126,7 @@ def trained(rng: Random, case: Case) -> Case:
     ]  # fmt: skip
     if case.has_vision:
         choices += [(("--freeze", "vision"),), (("--trainable", "aligner"),)]
-        choices += [(("--vision-lr-mult", "0.1"),), (("--aligner-lr-mult", "5"),)]
+        choices += [(("--vision-lr-mult", "0.1"),), (("--aligner-lr-mult", "5"),)] * 2
     flags = rng.choice(choices)
     return replace(case, flags=(*case.flags, *flags))
 
@@ -191,7 +192,8 @@ def _other_layout(rng: Random, case: Case) -> str:
         for size in ("tp", "pp", "vpp", "ep", "etp", "cp", "dp", "sp")
         if (some := [n for n in fitting if getattr(Layout.parse(n), size) != getattr(mine, size)])
     }
-    return rng.choice(by_size[rng.choice(list(by_size))] if by_size else fitting)
+    sizes = list(by_size) + ["ep"] * 3 * ("ep" in by_size)  # experts alone have groups of their own
+    return rng.choice(by_size[rng.choice(sizes)] if by_size else fitting)
 
 
 def after(rng: Random, case: Case) -> Case:

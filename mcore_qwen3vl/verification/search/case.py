@@ -238,6 +238,8 @@ def segments(case: Case) -> list[Segment]:
         full_after=stop.after + 1 if stop.how == "disk full" else None,
     )
     later = flags | {flag[0]: flag for flag in stop.flags}
+    if case.has("--save-retain-interval") and early[stop.how][0] == "--save-interval":
+        later = {"--save-interval": early[stop.how], **later}  # it must divide the other
     return [first, Segment(tuple(later.values()), Layout.parse(stop.layout or case.layout))]
 
 
