@@ -29,6 +29,7 @@ _SIZES = (
     *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
     *("microbatch_group_size_per_vp_stage", "num_distributed_optimizer_instances"),
     *("ddp_num_buckets", "dist_ckpt_workers", "distributed_timeout_minutes", "packing_buffer"),
+    "distributed_timeout_seconds_after_init",
     *("make_vocab_size_divisible_by", "shuffle_buffer", "loss_scale_window", "hysteresis"),
     *("image_min_pixels", "image_max_pixels", "image_max_tokens", "video_max_frames"),
     *(
@@ -52,7 +53,7 @@ _NOT_NEGATIVE = (
     *("weight_decay", "clip_grad", "adam_eps", "init_method_std", "embedding_init_method_std"),
     *("mtp_loss_scaling_factor", "bad_fraction_floor", "max_sample_seconds", "loss_scale"),
     *("min_loss_scale", "initial_loss_scale", "head_chunk", "wgrad_deferral_limit", "peak_tflops"),
-    *("cpu_offloading_num_layers", "distributed_timeout_seconds_after_init", "moe_z_loss_coeff"),
+    *("cpu_offloading_num_layers", "moe_z_loss_coeff"),
 )
 _BELOW_ONE = (
     *("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2", "sgd_momentum", "muon_momentum"),

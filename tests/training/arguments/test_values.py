@@ -38,6 +38,7 @@ def check(flags: dict[str, str], *, spec: str = "torch", cpu: bool = True, **giv
         ({"save_dgrads_interval": 0}, "--save-dgrads-interval is 0; it is at least 1"),
         ({"log_interval": -1}, "--log-interval is -1; it is at least 1"),
         ({"iterations_to_skip": [3, 0]}, "--iterations-to-skip is 0; it is at least 1"),
+        ({"distributed_timeout_seconds_after_init": 0}, "-after-init is 0; it is at least 1"),
         ({"vision_lr_mult": -0.5}, "--vision-lr-mult is -0.5; it is at least 0"),
         ({"weight_decay": float("nan")}, "--weight-decay is nan; it is at least 0"),
         ({"adam_beta1": 1.0}, "--adam-beta1 is 1.0; it is at least 0 and below 1"),
