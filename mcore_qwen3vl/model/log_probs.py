@@ -48,7 +48,10 @@ from torch.autograd.function import once_differentiable
 
 from mcore_qwen3vl.kernels import run_on
 from mcore_qwen3vl.kernels.log_probs import reduce_logits, write_gradient
+from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.kernels import add_product, stand_in_gradient
+
+label_module(__file__, "logits and loss")
 
 CHUNK_BYTES = 2**29
 """Size of the logits in one chunk: 0.5 GiB in the dtype in which they are reduced."""

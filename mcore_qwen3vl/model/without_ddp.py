@@ -10,7 +10,10 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor, nn
 
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
+
+label_module(__file__, "model, other")
 
 
 class WithoutDDP:
