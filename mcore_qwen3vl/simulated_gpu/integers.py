@@ -41,6 +41,8 @@ _UNTOUCHED = {  # allocate only, or work without a kernel
     aten.prod.dim_int,
     aten.masked_select.default,
 }
+_EXCHANGES = ("c10d", "_c10d_functional")
+"""Namespaces of collectives, which no host computes alone."""
 _IN_TURN = {aten.topk.default, aten.sort.default, aten.sort.stable, aten.argsort.default}
 
 
@@ -60,7 +62,7 @@ class TrueIntegers(TorchDispatchMode):
             # A value that was on the host is true; one from the device must only be usable.
             true = not args[0].is_cuda or (result >= 0 and math.isfinite(result))
             return result if true else 0.0
-        if func in _UNTOUCHED or func.is_view or func.namespace != "aten":
+        if func in _UNTOUCHED or func.is_view or not _computes_on_host(func, (args, kwargs)):
             return result
         self._fill_whole_numbers(func, args, kwargs, result)
         return result
@@ -93,6 +95,21 @@ class TrueIntegers(TorchDispatchMode):
             for output, value in zip(_as_sequence(result), _as_sequence(true), strict=True):
                 if _is_filled(output) and output.shape == value.shape:
                     host_view(output).copy_(value)
+
+
+def _computes_on_host(func: Any, arguments: Any) -> bool:
+    """Return whether the host knows what an operator gives: PyTorch's own, or a library's.
+
+    A library's operator on integers alone is computed by its kernel for the CPU, if it has one.
+    """
+    if func.namespace == "aten":
+        return True
+    tensors = (value for value in tree_iter(arguments) if isinstance(value, Tensor))
+    return (
+        func.namespace not in _EXCHANGES
+        and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CPU")
+        and all(tensor.dtype in WHOLE for tensor in tensors)
+    )
 
 
 def _columns_in_turn(shape: torch.Size, columns: int, routing: Routing) -> Tensor:
