@@ -11,7 +11,7 @@
 #
 # EP_OVERLAP=1 hides the exchange, which no recomputed decoder layer allows. CP 2 makes room for their
 # activations, 65.5 GB reserved, and leaves each kernel half of the tokens. With the 35 us of the host for
-# a launch that rehearse assumes, the host is then the limit: it models a step of 7.0 s in place of 4.4 s.
+# a launch that rehearse assumes, the host is then the limit: it models a step of 6.0 s in place of 4.0 s.
 # With 8 us it would be 3.1 s in place of 3.7 (docs/measurements/layouts.md). No GPU has run it.
 NODES=${NODES:-${SLURM_NNODES:-2}}
 MOE_MODEL=1

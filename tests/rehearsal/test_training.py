@@ -55,7 +55,7 @@ ROLES = {
         667_543_552,
         {"layers": 4, "vision_blocks": 4},
     ),
-    "2B": Role("sft_2b", ("--global-batch-size", "16"), 45.18e9, 2_127_532_032, {}),
+    "2B": Role("sft_2b", ("--global-batch-size", "16"), 44.22e9, 2_127_532_032, {}),
     "8B, TP4": Role(
         "sft_8b",
         ("--global-batch-size", "4", "--tensor-model-parallel-size", "4"),
@@ -82,7 +82,7 @@ ROLES = {
     "LoRA 8B, TP2": Role(
         "lora_8b",
         ("--global-batch-size", "8", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
-        32.5e9,
+        31.26e9,
         30_081_024,
         {},
     ),
