@@ -19,11 +19,15 @@ from mcore_qwen3vl.runtime.gpus import c_compiler
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton interprets kernels, on the CPU."""
+EAGER = "MCORE_QWEN3VL_EAGER"
+"""The variable of the environment by which a user takes the eager code, to compare or to go on."""
 
 
 @cache
 def why_eager() -> str | None:
     """Say why no kernel runs on this machine's GPUs; None if they do."""
+    if os.environ.get(EAGER) == "1":
+        return f"{EAGER}=1"
     if c_compiler() is None:
         return "there is no C compiler (CC, gcc, clang)"
     return None if find_spec("triton") else "the package triton is not installed"

@@ -6,6 +6,7 @@ a scatter. Its fused permutation is Transformer Engine's, for the ``te`` spec.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -72,9 +73,11 @@ def zero_empty(gradients: Tensor, counts: Tensor) -> None:
         zero_empty_eagerly(gradients, counts)
 
 
+@cache
 def _operators() -> torch._ops._OpNamespace:
     from mcore_qwen3vl.kernels import permutation_triton  # importing Triton takes a second
 
+    permutation_triton.order_on_host(order_by_expert_eagerly)
     return permutation_triton.OPERATORS
 
 

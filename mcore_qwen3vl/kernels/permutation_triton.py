@@ -10,6 +10,7 @@ program of the second adds up the counts of all blocks and of those before its o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from mcore_qwen3vl.kernels import INTERPRETED
-from mcore_qwen3vl.kernels.permutation import order_by_expert_eagerly
 from mcore_qwen3vl.memory_labels import label_module
 
 label_module(__file__, None)
@@ -196,7 +196,11 @@ _LIBRARY.define("sum_rows(Tensor values, Tensor rows) -> Tensor")
 _LIBRARY.define("zero_empty(Tensor(a!) gradients, Tensor counts) -> ()")
 for _operator in (order_by_expert, sum_rows, zero_empty):
     _LIBRARY.impl(_operator.__name__, _operator, "CPU" if INTERPRETED else "CUDA")
-if not INTERPRETED:  # the simulated GPU asks the host for what is of integers alone
-    _LIBRARY.impl("order_by_expert", order_by_expert_eagerly, "CPU")
 
 OPERATORS: Any = torch.ops.mcore_qwen3vl
+
+
+def order_on_host(order: Callable[..., Any]) -> None:
+    """Let `order` do for the CPU what the kernel does; the simulated GPU asks for it."""
+    if not INTERPRETED:
+        _LIBRARY.impl("order_by_expert", order, "CPU")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mcore_qwen3vl import kernels
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.kernels import why_eager
@@ -150,6 +151,22 @@ def test_kernels_that_need_a_compiler_are_refused_without(
     monkeypatch.setenv("CC", "/elsewhere/cc")
     assert validate([*argv, "--compile-pointwise"], 1).args.compile_pointwise
     assert "kernels" not in dict(summary(run.settings, Architecture.from_hf(moe), {}))
+
+
+@pytest.mark.parametrize(("value", "runs"), [("1", False), ("0", True)])
+def test_a_user_can_take_the_eager_code(
+    value: str, runs: bool, moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MCORE_QWEN3VL_EAGER", value)
+    monkeypatch.setenv("CC", "/elsewhere/cc")
+    monkeypatch.setattr(kernels, "INTERPRETED", True)
+    argv = ["--hf-model", str(moe), "--train-iters", "20", "--spec", "torch", "--data-path", "a"]
+    run = validate(argv, 1)
+    why_eager.cache_clear()
+    rows = dict(summary(run.settings, Architecture.from_hf(moe), {}))
+    assert kernels.run_on(torch.empty(1)) == runs
+    why_eager.cache_clear()
+    assert rows.get("kernels") == (None if runs else "not fused: MCORE_QWEN3VL_EAGER=1")
 
 
 def test_pointwise_kernels_are_compiled_on_gpus_with_a_compiler(
