@@ -6,7 +6,7 @@
 # per pipeline.
 # Memory of a GPU (first stage, 2 virtual), rehearsed with the torch spec: 42.6 GB reserved of 77.4,
 # 41.3 held (weights 7.2, gradients 14.5, optimizer 9.5, logits and loss 0.0, the rest 10.1). A rank
-# waits 8.0% of an iteration for others (modelled).
+# waits 9.7% of an iteration for others (modelled).
 #
 # EP_OVERLAP=1 hides the exchange, which no recomputed decoder layer allows. CP 8 in place of TP 4 and
 # DP 8, and four virtual stages, make room for their activations: 250 TFLOP/s a GPU in place of 198,

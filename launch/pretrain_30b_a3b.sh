@@ -5,8 +5,8 @@
 # Layout: enough data-parallel ranks divide the optimizer states to do without TP, whose exchange is
 # dear for layers this narrow. EP 8 stays inside a node. 36 of the 48 layers are recomputed; with 24,
 # 4 % of the GPU are left, too little where a rank's experts get more tokens than others.
-# Memory of a GPU, rehearsed with the torch spec: 64.1 GB reserved of 77.4, 58.2 held (weights 11.4,
-# gradients 22.8, optimizer 5.8, logits and loss 2.6, the rest 15.6).
+# Memory of a GPU, rehearsed with the torch spec: 63.5 GB reserved of 77.4, 57.3 held (weights 11.4,
+# gradients 22.8, optimizer 5.8, logits and loss 2.6, the rest 14.7).
 #
 # EP_OVERLAP=1 hides the exchange, which no recomputed decoder layer allows. TP 2 and CP 2 make room for
 # their activations, 47.9 GB reserved, and leave each kernel a part of the tokens: 261 TFLOP/s a GPU in place
