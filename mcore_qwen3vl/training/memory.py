@@ -45,8 +45,8 @@ class Memory:
     weights: float
     gradients: float
     optimizer: float
-    activations: float
-    logits: float
+    activations: float  # kept from the forward pass to the backward pass
+    temporary: float  # of the loss, or of a layer's backward pass, which takes more
 
     @property
     def total(self) -> float:
@@ -108,12 +108,13 @@ def estimate_stages(
             # where the weight is that of the stage's embedding.
             head = WEIGHT * a.vocab_size * a.hidden_size / layout.tp
             logits = max(logits + head, 3 * head)
+        kept, backward = _activations(a, layout, rank_tokens, visual, recompute, stage, mtp)
         memory = Memory(
             weights=WEIGHT * (sum(frozen_counts) + shared + experts),
             gradients=GRADIENT * (shared + experts),
             optimizer=OPTIMIZER * (shared / shared_copies + experts / expert_copies),
-            activations=_activations(a, layout, rank_tokens, visual, recompute, stage, mtp),
-            logits=logits if stage == layout.pp - 1 else 0.0,
+            activations=kept,
+            temporary=max(backward, logits if stage == layout.pp - 1 else 0.0),
         )
         stages.append(memory)
     return stages
@@ -153,10 +154,11 @@ def _activations(
     recompute: Recompute,
     stage: int,
     mtp: bool,
-) -> float:
-    """Return the bytes that a rank keeps, of decoder layers in flight and the vision tower.
+) -> tuple[float, float]:
+    """Return the bytes that a rank keeps, and those that the backward pass of a layer adds.
 
-    A CP rank has `tokens` of a micro-batch; `visual` of them are features of a tower that trains.
+    Decoder layers in flight and the vision tower keep something. A CP rank has `tokens` of a
+    micro-batch; `visual` of them are features of a tower that trains.
     """
     virtual_stages = layout.virtual_stages(a.num_hidden_layers)[stage :: layout.pp]
     cheap = recompute == "cheap"
@@ -171,8 +173,11 @@ def _activations(
     kept = [
         inputs * len(chunk[:recomputed_layers]) + sum(chunk[recomputed_layers:]) for chunk in each
     ]
-    # While the backward pass of a layer runs, it has all of its activations.
+    # While the backward pass of a recomputed layer runs, it has all of its activations.
     recomputed = max((size for chunk in each for size in chunk[:recomputed_layers]), default=0.0)
+    gradients = max(
+        _layer_gradients(a, layout, tokens, n, cheap) for layers in virtual_stages for n in layers
+    )
     if stage == 0:
         kept[0] += _vision_activations(a, layout, visual, recompute)
     if mtp:
@@ -188,7 +193,7 @@ def _activations(
             recomputed = max(recomputed, inside)
         else:
             kept[-1] += inside
-    return most_in_flight(layout, stage, kept) + recomputed
+    return most_in_flight(layout, stage, kept), recomputed + gradients
 
 
 def most_in_flight(layout: Layout, stage: int, kept: Sequence[float]) -> float:
@@ -222,14 +227,35 @@ def _layer_activations(
         inner += 1
     if not a.moe_layers[layer]:
         return ACTIVATION * (values + inner * a.intermediate_size * tokens / layout.tp)
-    # Rows that this rank's experts receive on average. Each keeps its input, gate, up and their
-    # product, which the router's weights are already in.
-    rows = a.num_experts_per_tok * tokens / layout.tp * layout.etp
+    # Each row keeps its input, gate, up and their product, which has the router's weights already.
+    rows = _expert_rows(a, layout, tokens)
     values += rows * (h + 3 * a.moe_intermediate_size / layout.etp)
     # A shared expert, whose product is kept, and the output that its gate multiplies.
     shared = a.shared_expert_intermediate_size
     values += (3 * shared * tokens / layout.tp + h * local) if shared else 0
     return ACTIVATION * values
+
+
+def _layer_gradients(
+    a: Architecture, layout: Layout, tokens: float, layer: int, cheap: bool
+) -> float:
+    """Return the bytes that the backward pass of a decoder layer's MLP or experts allocates.
+
+    These are the gradients of gate, up and their product, and the product, if it is recomputed. The
+    residual stream has a gradient too, which is added to the norm's, and the norm is recomputed.
+    """
+    stream = 3 * a.hidden_size * tokens / (layout.tp if layout.sp else 1)
+    if not a.moe_layers[layer]:
+        inner = 4 if cheap else 3
+        return ACTIVATION * (stream + inner * a.intermediate_size * tokens / layout.tp)
+    # The gradients of what each row brings and takes, beside those inside an expert.
+    row = 2 * a.hidden_size + 3 * a.moe_intermediate_size / layout.etp
+    return ACTIVATION * (stream + _expert_rows(a, layout, tokens) * row)
+
+
+def _expert_rows(a: Architecture, layout: Layout, tokens: float) -> float:
+    """Return how many rows the experts of a rank receive on average."""
+    return a.num_experts_per_tok * tokens / layout.tp * layout.etp
 
 
 def _mtp_activations(a: Architecture, layout: Layout, tokens: float, cheap: bool) -> float:
