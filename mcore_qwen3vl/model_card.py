@@ -239,10 +239,10 @@ def _linked(base: str) -> str:
 
 
 def _data_of(training: Training | None) -> list[tuple[str, float]]:
-    """Return the names of the data sets, and their shares."""
-    if training is None:
+    """Return the names of the data sets, and their shares; earlier versions recorded no names."""
+    names = training.rows.get("data sets", {}).get("names") if training else None
+    if training is None or not names:
         return []
-    names = training.rows.get("data sets", {}).get("names", [])
     shares = training.rows.get("mixture", {}).get("shares") or [1 / len(names)] * len(names)
     return list(zip(names, shares, strict=False))
 

@@ -237,3 +237,18 @@ def test_settings_of_a_loss_of_another_package_are_in_it(base: Path) -> None:
     )
     card = ModelCard(content.decode())
     assert "| settings of the loss | `--gamma 3.0` `--prices prices.json` |" in card.text
+
+
+@pytest.mark.parametrize(
+    "rows", [{}, {"batch": {"global_batch_size": 2}}, {"data sets": {"names": []}}]
+)
+def test_a_record_of_an_earlier_version_without_data_sets_makes_a_card(
+    base: Path, rows: dict[str, dict[str, object]]
+) -> None:
+    content = model_card.model_card(
+        base=None, config=base, head=HeadForm(), training=model_card.Training(rows, 7)
+    )
+    card = ModelCard(content.decode())
+    assert card.data.datasets is None
+    assert "| steps done | 7 |" in card.text
+    assert "## Data" not in card.text
