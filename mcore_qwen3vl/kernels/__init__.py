@@ -13,12 +13,15 @@ import os
 from functools import cache
 from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
 from mcore_qwen3vl.runtime.gpus import c_compiler
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton interprets kernels, on the CPU."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What kernels read and write; they compute in float32."""
 EAGER = "MCORE_QWEN3VL_EAGER"
 """The variable of the environment by which a user takes the eager code, to compare or to go on."""
 
@@ -36,3 +39,8 @@ def why_eager() -> str | None:
 def run_on(tensor: Tensor) -> bool:
     """Return whether kernels run on the device of `tensor`."""
     return (tensor.is_cuda or INTERPRETED) and why_eager() is None
+
+
+def fits(values: Tensor) -> bool:
+    """Return whether kernels run on the device of `values`, and take their dtype."""
+    return values.dtype in DTYPES and run_on(values)

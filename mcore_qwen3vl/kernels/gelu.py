@@ -11,17 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_qwen3vl.kernels import run_on
+from mcore_qwen3vl.kernels import fits
 from mcore_qwen3vl.memory_labels import label_module
 
 label_module(__file__, None)  # what is allocated is the caller's
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def fits(inputs: Tensor) -> bool:
-    """Return whether the kernel takes `inputs`."""
-    return run_on(inputs) and inputs.dtype in DTYPES
 
 
 def gelu_gradient(gradient: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:

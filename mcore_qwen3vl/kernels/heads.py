@@ -15,12 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.kernels import run_on
 from mcore_qwen3vl.memory_labels import label_module
 
 label_module(__file__, None)  # what is allocated is the caller's
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -58,11 +55,6 @@ class HeadNorms:
     zero_centered: bool
 
 
-def can_split(projection: Tensor) -> bool:
-    """Return whether the kernels run on this tensor."""
-    return projection.dtype in _DTYPES and run_on(projection)
-
-
 def split_heads(
     projection: Tensor, columns: HeadColumns, cos: Tensor, sin: Tensor, norms: HeadNorms
 ) -> list[Tensor]:
@@ -71,7 +63,7 @@ def split_heads(
     All is computed in float32, and rounded once. The backward pass keeps the projection.
 
     Args:
-        projection: (t, C), bf16, fp16 or float32; see :func:`can_split`.
+        projection: (t, C), bf16, fp16 or float32; see :func:`mcore_qwen3vl.kernels.fits`.
         cos, sin: (t, R / 2), of any of these dtypes; the first R values of each head are rotated.
 
     Returns:
@@ -103,12 +95,12 @@ class _SplitHeads(torch.autograd.Function):
         projection, query_weight, key_weight, cos, sin = ctx.saved_tensors
         gradients = tuple(gradient.contiguous() for gradient in gradients)
         of_weights = any(ctx.needs_input_grad[1:3])
-        of_projection, sums = _operators().join_head_gradients(
+        of_projection, of_norms = _operators().join_head_gradients(
             projection, gradients, query_weight, key_weight, cos, sin, *ctx.constants, of_weights
         )
         of_query, of_key = None, None
         if of_weights:
-            of_query, of_key = sums.sum(0).to(query_weight.dtype).unbind()
+            of_query, of_key = of_norms.unbind()
         return of_projection, of_query, of_key, None, None, None, None, None
 
 

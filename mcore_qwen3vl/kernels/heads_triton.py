@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mcore_qwen3vl.kernels import INTERPRETED
+from mcore_qwen3vl.kernels.sums_triton import sum_parts
 
 PROGRAMS = 512
 VALUES = 4096
@@ -375,17 +376,16 @@ def join_head_gradients(
     base: float,
     of_weights: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the projection, and sums (n, 2, D) of those of the weights.
+    """Return the gradient of the projection, and those (2, D) of queries' and keys' weights.
 
-    The sums, of queries' and keys' weights, add up to the gradients; they are empty if these are
-    not asked for.
+    The second tensor is empty if it is not asked for.
     """
     heads, groups, width, gated = columns
     tokens = len(gradients[0])
     count = sum(gradient.shape[1] for gradient in gradients)
     of_projection = gradients[0].new_empty(tokens, count * width)
     programs = min(PROGRAMS, tokens) if of_weights else tokens
-    sums = cos.new_empty(programs if of_weights else 0, 2, width, dtype=torch.float32)
+    parts = cos.new_empty(1, programs if of_weights else 0, 2 * width, dtype=torch.float32)
     if tokens:
         _join[(programs,)](
             projection,
@@ -394,7 +394,7 @@ def join_head_gradients(
             gradients[-1],
             query_weight,
             key_weight,
-            sums,
+            parts,
             cos,
             sin,
             tokens,
@@ -412,7 +412,9 @@ def join_head_gradients(
             GATE=bool(gated),
             **_blocks(heads, width, cos.shape[1]),
         )
-    return of_projection, sums
+    if not of_weights:
+        return of_projection, query_weight.new_empty(0, width)
+    return of_projection, sum_parts(parts, query_weight.dtype).view(2, width)
 
 
 def _blocks(heads: int, width: int, half: int) -> dict[str, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.kernels import run_on
+from mcore_qwen3vl.kernels import fits
 from mcore_qwen3vl.memory_labels import label_module
 
 label_module(__file__, None)  # what is allocated is the caller's
@@ -35,7 +35,7 @@ def reduce_logits(
             relative, and with `entropy` the sum of the logits weighted by the exponentials.
         entropy: whether the third is written.
     """
-    if run_on(logits):
+    if fits(logits):
         _operators().reduce_logits(logits, targets, temperature, maximum, sums, entropy)
     else:
         reduce_logits_eagerly(logits, targets, temperature, maximum, sums, entropy)
@@ -64,7 +64,7 @@ def write_gradient(
         entropies: (n,) float32.
     """
     numbers = (total, of_log_probs, of_target, of_entropies, entropies)
-    if run_on(logits):
+    if fits(logits):
         _operators().write_gradient(logits, targets, temperature, *numbers)
     else:
         write_gradient_eagerly(logits, targets, temperature, *numbers)

@@ -12,19 +12,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.kernels import run_on
+from mcore_qwen3vl import kernels
 from mcore_qwen3vl.memory_labels import label_module
 
 label_module(__file__, None)  # what is allocated is the caller's
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 16_384
 """Values of the longest row that a program holds in its registers."""
 
 
 def fits(x: Tensor) -> bool:
     """Return whether the kernels normalise the last axis of `x`."""
-    return run_on(x) and x.dtype in DTYPES and 0 < x.shape[-1] <= WIDEST and x.stride(-1) == 1
+    return kernels.fits(x) and 0 < x.shape[-1] <= WIDEST and x.stride(-1) == 1
 
 
 def normalise(

@@ -12,12 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.kernels import run_on
+from mcore_qwen3vl import kernels
 from mcore_qwen3vl.memory_labels import label_module
 
 label_module(__file__, None)  # what is allocated is the caller's
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_EXPERTS = 1024
 
 
@@ -32,7 +31,7 @@ class Order(NamedTuple):
 
 def fits(tokens: Tensor, experts: int) -> bool:
     """Return whether the kernels take `tokens` (T, H) of this many experts."""
-    return run_on(tokens) and tokens.dtype in DTYPES and experts <= MOST_EXPERTS
+    return kernels.fits(tokens) and experts <= MOST_EXPERTS
 
 
 def order_by_expert(chosen: Tensor, most: int, count: int) -> Order:
@@ -43,8 +42,8 @@ def order_by_expert(chosen: Tensor, most: int, count: int) -> Order:
         most: the most experts of a token, k.
         count: the number of rows n, which is that of the chosen pairs.
     """
-    kernels = run_on(chosen) and chosen.shape[1] <= MOST_EXPERTS
-    function = _operators().order_by_expert if kernels else order_by_expert_eagerly
+    counting = kernels.run_on(chosen) and chosen.shape[1] <= MOST_EXPERTS
+    function = _operators().order_by_expert if counting else order_by_expert_eagerly
     return Order(*function(chosen, most, count))
 
 
@@ -55,7 +54,7 @@ def sum_rows(values: Tensor, rows: Tensor) -> Tensor:
         values: (n, H), bf16, fp16 or float32.
         rows: :attr:`Order.rows`.
     """
-    function = _operators().sum_rows if run_on(values) else sum_rows_eagerly
+    function = _operators().sum_rows if kernels.run_on(values) else sum_rows_eagerly
     sums: Tensor = function(values, rows)
     return sums
 
@@ -67,7 +66,7 @@ def zero_empty(gradients: Tensor, counts: Tensor) -> None:
         gradients: (E, ...), contiguous.
         counts: (E,) int64, on the same device.
     """
-    if run_on(gradients) and gradients.is_contiguous():
+    if kernels.run_on(gradients) and gradients.is_contiguous():
         _operators().zero_empty(gradients, counts)
     else:
         zero_empty_eagerly(gradients, counts)

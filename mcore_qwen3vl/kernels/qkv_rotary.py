@@ -9,17 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.kernels import run_on
+from mcore_qwen3vl import kernels
 from mcore_qwen3vl.memory_labels import label_module
 
 label_module(__file__, None)  # what is allocated is the caller's
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def fits(qkv: Tensor) -> bool:
     """Return whether the kernels take `qkv`."""
-    return run_on(qkv) and qkv.dtype in DTYPES and qkv.is_contiguous()
+    return kernels.fits(qkv) and qkv.is_contiguous()
 
 
 def rotate_in_place(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -46,7 +44,7 @@ def rotary_gradient(
         of_query, of_key, of_value: (n, heads, D), the gradients of its results.
         cos, sin: as there.
     """
-    function = _operators().rotary_gradient if run_on(of_query) else rotary_gradient_eagerly
+    function = _operators().rotary_gradient if kernels.run_on(of_query) else rotary_gradient_eagerly
     gradient: Tensor = function(of_query, of_key, of_value, cos, sin)
     return gradient
 

@@ -46,7 +46,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mcore_qwen3vl.kernels import run_on
+from mcore_qwen3vl.kernels import fits
 from mcore_qwen3vl.kernels.log_probs import reduce_logits, write_gradient
 from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.kernels import add_product, stand_in_gradient
@@ -280,7 +280,7 @@ def _room(device: torch.device) -> int:
 
 def _size_of_logit(states: Tensor) -> int:
     """Return the bytes of a logit; eager code needs them in float32."""
-    return states.element_size() if run_on(states) else 4
+    return states.element_size() if fits(states) else 4
 
 
 def in_pairs(flat: Sequence[Any]) -> list[tuple[Any, Any]]:

@@ -21,7 +21,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
     Qwen3VLVisionMLP,
 )
 
-from mcore_qwen3vl.kernels import gelu, norm, qkv_rotary
+from mcore_qwen3vl.kernels import fits, gelu, norm, qkv_rotary
 from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.decoder.attention import rotate, rotate_fused
 from mcore_qwen3vl.model.kernels import linear, weight_gradient
@@ -199,7 +199,7 @@ class MLP(Qwen3VLVisionMLP):
 
     def forward(self, hidden_state: Tensor) -> Tensor:
         """Apply the MLP: (P, hidden) -> (P, hidden)."""
-        if not gelu.fits(hidden_state):
+        if not fits(hidden_state):
             output: Tensor = super().forward(hidden_state)
             return output
         inner = self.linear_fc1(hidden_state, bias_has_gradient=False)

@@ -49,7 +49,8 @@ from transformers import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.kernels.heads import HeadColumns, HeadNorms, can_split, split_heads
+from mcore_qwen3vl.kernels import fits
+from mcore_qwen3vl.kernels.heads import HeadColumns, HeadNorms, split_heads
 from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.decoder.norm import StandaloneRMSNorm
 from mcore_qwen3vl.model.inputs import local_positions, to_device
@@ -241,7 +242,7 @@ class RotarySelfAttention(SelfAttention):
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *args: Any, output_gate: bool = False, **kwargs: Any
     ) -> Any:
-        if self._angles is not None and self.splits_in_one_kernel and can_split(hidden_states):
+        if self._angles is not None and self.splits_in_one_kernel and fits(hidden_states):
             return self._split_in_one_kernel(hidden_states, self._angles, gated=output_gate)
         query, key, *rest = super().get_query_key_value_tensors(
             hidden_states, *args, output_gate=output_gate, **kwargs
