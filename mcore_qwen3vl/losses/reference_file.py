@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,8 @@ import numpy as np
 from mcore_qwen3vl.data.records.parse import SIDES
 from mcore_qwen3vl.data.records.reading import BadSample
 from mcore_qwen3vl.data.scores import (
+    facts_file_of,
+    file_digest,
     other_tokens_error,
     require_facts,
     scores_file_of,
@@ -37,6 +41,25 @@ class ReferenceFile(Sidecar):
 
     def open(self, paths: Sequence[Path], tokenizer: Any, vocab_size: int) -> list[References]:
         return [References(path) for path in paths]
+
+    def make_up(
+        self, data: Path, records: Sequence[Sequence[Any]], tokenizer: Any, vocab_size: int
+    ) -> None:
+        """Write the scores of a reference for which all tokens are equally likely."""
+        lines = []
+        for plans in records:
+            entry = {
+                side: {
+                    "log_prob": -math.log(vocab_size) * plan.trained_tokens,
+                    "digest": token_digest(plan.input_ids),
+                }
+                for side, plan in zip(SIDES, plans, strict=True)
+            }
+            lines.append(json.dumps(entry))
+        scores = self.file_of(data)
+        scores.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        settings = {"data": file_digest(data), "temperature": 1.0}
+        facts_file_of(scores).write_text(json.dumps({"settings": settings}), encoding="utf-8")
 
 
 class References(OpenSidecar):

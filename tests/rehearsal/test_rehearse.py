@@ -227,9 +227,10 @@ def test_embedding_on_the_users_records(command: Command, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_distillation_on_made_up_data(command: Command, config: Path) -> None:
-    """A teacher is made up, too, and its loss has no host sync."""
-    flags = ("--loss", "distill", "--packing", "--seq-length", 512, "--global-batch-size", 4)
+@pytest.mark.parametrize("loss", ["distill", "dpo"])
+def test_a_file_beside_made_up_data(loss: str, command: Command, config: Path) -> None:
+    """What the loss reads beside the data is made up, too, and the loss has no host sync."""
+    flags = ("--loss", loss, "--packing", "--seq-length", 512, "--global-batch-size", 4)
     layout = ("--tensor-model-parallel-size", 2, "--sequence-parallel")
     role = role_of(command, "--gpus", 2, "--hf-model", config, *flags, *MADE, *layout)
     assert role["launches"] > 100
