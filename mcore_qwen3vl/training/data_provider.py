@@ -5,8 +5,8 @@ other ranks, and puts the pixels in pinned memory. The copies to the device and 
 pixels run on a stream of their own, beside the computation.
 
 Only the first pipeline stage runs data workers, and later stages, which have no vision tower, get
-its batches. A later stage that read for itself would decode images it does not need, and a file
-that only it cannot read would put its stream out of step with the others.
+its batches. A later stage with a reader of its own would decode images it does not need. A file
+that only this stage cannot read would put its stream out of step with the others.
 """
 
 from __future__ import annotations
@@ -358,8 +358,8 @@ class StageFeed:
         group = parallel_state.get_pipeline_model_parallel_group()
         if group.size() == 1:
             return None
-        # Even a pipeline group that uses gloo is not reused, because it carries activations, with
-        # which batches must not mix.
+        # Even a pipeline group that uses gloo is not reused: it carries activations, and batches
+        # must not mix with them.
         mine = _new_gloo_group(
             dist.get_process_group_ranks(group) if _is_first_of_tp_cp_group() else []
         )
@@ -387,14 +387,15 @@ class StageFeed:
         """Send queued messages for ever: the thread's function."""
         while True:
             message = self._queue.get()
-            # A broadcast would wait for the last stage first, which asks for its batch only when
-            # the stage before it, which waits for this message too, has sent activations.
+            # A broadcast would wait for the last stage first. The last stage asks for its batch
+            # only after the stage before it has sent activations, and that stage waits for this
+            # message too.
             for stage in range(1, self._group.size()):
                 dist.send_object_list([message], group=self._group, group_dst=stage)
 
 
 class OwnFeed:
-    """The messages of a first stage that does not run, made of the batches that it would send."""
+    """The messages of a first stage that does not run, made here from the same batches."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader

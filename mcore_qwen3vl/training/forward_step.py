@@ -54,7 +54,7 @@ class StepRecords:
 
     def explain(self, step: int) -> FloatingPointError:
         """Make the error that names the records of `step`; waits for the device."""
-        # A step that failed while it ran is not among those that are done.
+        # A step that failed while it ran is not among the finished ones.
         batches = self._done.get(step, self._running)
         bad = [n for n, loss in batches.items() if loss is not None and not loss.isfinite().item()]
         what = "loss is" if bad else "gradients are"
@@ -100,7 +100,7 @@ class ForwardStep:
         """Run one micro-batch through one pipeline chunk.
 
         Returns:
-            The chunk's output, or with `return_schedule_plan` the plan that computes it; and the
+            The chunk's output, or with `return_schedule_plan` the plan to compute it; and the
             function that Megatron applies to the output on the last stage.
         """
         batch = next(batches)

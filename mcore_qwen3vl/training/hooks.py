@@ -40,7 +40,7 @@ def call_original(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def wrap(module: Any, name: str, wrapper: Wrapper) -> None:
-    """Replace a function of `module`, which must have it, by a wrapper, which receives it."""
+    """Replace a function of `module`, which must have it; the wrapper receives the function."""
     original = getattr(module, name, None)
     if original is None:
         raise BadInput(

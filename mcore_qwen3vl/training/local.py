@@ -105,7 +105,7 @@ def _run_torchrun(command: CommandLine, ranks: int) -> int:
 
 
 def describe_failure(failures: Mapping[int, Any]) -> str:
-    """Describe a run's failure: the rank that was killed, if any, or else the first that ended."""
+    """Describe a run's failure: the killed rank, if any, or else the first rank that ended."""
     killed = {
         rank: failure
         for rank, failure in failures.items()

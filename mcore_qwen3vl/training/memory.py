@@ -155,7 +155,7 @@ def _activations(
     stage: int,
     mtp: bool,
 ) -> tuple[float, float]:
-    """Return the bytes that a rank keeps, and those that the backward pass of a layer adds.
+    """Return the bytes kept by a rank, and the bytes added by the backward pass of a layer.
 
     Decoder layers in flight and the vision tower keep something. A CP rank has `tokens` of a
     micro-batch; `visual` of them are features of a tower that trains.
@@ -230,7 +230,7 @@ def _layer_activations(
     # Each row keeps its input, gate, up and their product, which has the router's weights already.
     rows = _expert_rows(a, layout, tokens)
     values += rows * (h + 3 * a.moe_intermediate_size / layout.etp)
-    # A shared expert, whose product is kept, and the output that its gate multiplies.
+    # A shared expert: its product is kept, and so is the output that its gate multiplies.
     shared = a.shared_expert_intermediate_size
     values += (3 * shared * tokens / layout.tp + h * local) if shared else 0
     return ACTIVATION * values

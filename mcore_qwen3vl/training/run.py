@@ -50,7 +50,7 @@ from mcore_qwen3vl.training.logs.trackers import Trackers
 from mcore_qwen3vl.unused.fields import Unused, sentences
 
 _LOOP = "train"
-"""The function of Megatron's that leaves a run which a signal or a limit stops."""
+"""Megatron's function that leaves a run at a signal or a limit."""
 _NO_NUMBER = "in local grad norm for bucket"
 """What Megatron's check of the gradients says, which does not name the step as its log does."""
 _NO_STEP: tuple[Any, ...] = {}, 1, False, False, 0, None, None, 0
@@ -513,7 +513,7 @@ class Run:
     def _check_step(self, arguments: Mapping[str, Any]) -> None:
         """Count the step if fp16 skipped it, and check its gradient norm; all ranks call this."""
         self.skips.add(arguments["skipped_iter"])
-        if self.settings.compute.fp16:  # whose loss scaler skips steps with a norm that is none
+        if self.settings.compute.fp16:  # the loss scaler skips steps with a norm that is none
             return
         self.norms.add(arguments["grad_norm"], arguments["iteration"])
         if self._is_logged(arguments["iteration"]):  # otherwise it is checked a step late
@@ -552,7 +552,7 @@ class Run:
 
         self._build_second()  # with --skip-train there is no optimizer
         config = inspect.signature(original).bind(*args, **kwargs).arguments["config"]
-        # A schedule asks the config of the model that it runs, which may be the second one.
+        # A schedule asks the config of the model that it runs; this may be the second model.
         second = [chunk.config for chunk in self.second.chunks] if self.second else []
         with self.metrics.pause(), _variable_lengths([config, *second]):
             result = original(*args, **kwargs)

@@ -112,8 +112,8 @@ class SecondModel:
         A second call changes nothing.
 
         Args:
-            model_provider: that of :mod:`mcore_qwen3vl.training.model`, which imports this module
-                and so cannot be imported here.
+            model_provider: the provider of :mod:`mcore_qwen3vl.training.model`. That module imports
+                this one, and so cannot be imported here.
             args: Megatron's namespace of the run.
             reads_weights: False: keep the weights as they are initialised.
         """
@@ -177,11 +177,11 @@ def _arguments_of_second(
 def _check_layout(
     parallel: ParallelSettings, trained: Architecture, source: FrozenModel, second: Architecture
 ) -> None:
-    """Refuse a second model that cannot be divided over the ranks as the one that trains is."""
+    """Refuse a second model that cannot be divided over the ranks as the trained model is."""
     layout = Layout.from_flags(parallel, parallel.world_size, moe=second.is_moe)
     layout = layout_for(layout, trained, second)
     if second.num_hidden_layers == trained.num_hidden_layers:
-        # It has the stages of the model that trains, which are checked already.
+        # It has the stages of the trained model, which are checked already.
         layout = replace(layout, pp=1, vpp=1, first=None, last=None, split=None)
     try:
         layout.validate(second, training=False)

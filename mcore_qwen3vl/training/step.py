@@ -247,7 +247,7 @@ STEP = (
 )
 
 HOOKS = {hook.name: hook.module for event in (*BEGIN, *STEP) for hook in event.hooks}
-"""Every function that a run wraps, with the module that looks it up when it calls it.
+"""The functions that a run wraps, each with the calling module, where the name is looked up.
 
 They are in the order in which a run calls them; docs/design.md says what each costs and saves.
 """

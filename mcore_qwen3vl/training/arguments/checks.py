@@ -221,7 +221,7 @@ def _check_expert_overlap(parallel: ParallelSettings, compute: ComputeSettings) 
 
 
 def _check_mtp(settings: Settings, count: int) -> None:
-    """Refuse what the MTP layer, of which a model has `count`, cannot."""
+    """Refuse settings that the MTP layer cannot have; the model has `count` MTP layers."""
     if settings.loop.mtp_num_layers is None:
         return
     if settings.loop.mtp_num_layers != count:
@@ -251,7 +251,7 @@ def _check_mtp(settings: Settings, count: int) -> None:
 
 
 def _refuse_flags_with_value(why: str, flags: Mapping[str, Any]) -> None:
-    """Raise BadInput, which says `why`, for those of `flags` that have a value."""
+    """Raise BadInput if any of `flags` has a value; the message says `why`."""
     if named := [flag for flag, value in flags.items() if value]:
         raise BadInput(f"{', '.join(named)} {why}")
 

@@ -159,8 +159,8 @@ class CommandLine:
         """Raise BadInput for flags that are unknown or would mislead.
 
         The list of :data:`.megatron_flags.FLAGS` answers a typo at once: Megatron's parser takes
-        seconds to build. For another version of Megatron, whose flags the list lacks, that parser
-        decides.
+        seconds to build. The list lacks the flags of other versions of Megatron: there Megatron's
+        parser decides.
         """
         sorting = Sorting.for_installed()
         known = {*_parser()._option_string_actions, *sorting.known}
@@ -272,7 +272,7 @@ def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 
 
 def refuse_unknown(words: Collection[str], known: Collection[str]) -> NoReturn:
-    """Raise BadInput, which suggests the flags that misspelt ones may mean."""
+    """Raise BadInput, and suggest flags for the misspelt ones."""
     flags = [word.partition("=")[0] for word in words if word.startswith("--")]
     close = list(dict.fromkeys(meant for flag in flags for meant in _likely_flags(flag, known)))
     meant = f" Did you mean {' or '.join(close)}?" if close else ""

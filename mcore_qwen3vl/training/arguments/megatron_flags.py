@@ -50,7 +50,7 @@ class Sorting:
     def from_text(cls, text: str, megatron: str) -> Sorting:
         """Read a version's flags from a list, in which a line says what becomes of those below it.
 
-        Behind a flag that not every version has stand the versions that have it.
+        If only some versions have a flag, they stand behind it.
         """
         names = ("reaching", "acts with", "refused", "no effect")
         kinds: dict[str, dict[str, str]] = {name: {} for name in names}

@@ -207,7 +207,7 @@ def _choose(convert: Any, choices: list[Any], text: str) -> Any:
 def _check_explicit(
     flags: Mapping[str, str], explicit: Mapping[str, Any], fixed: Mapping[str, Any]
 ) -> None:
-    """Refuse flags that contradict the checkpoint's config, which sets the arguments `fixed`."""
+    """Refuse flags that contradict the arguments `fixed`, set by the checkpoint's config."""
     wrong = [
         f"{flags[name]} sets {name} to {explicit[name]}, the config says {value}"
         for name, value in fixed.items()

@@ -31,7 +31,7 @@ class Settings(run.RunSettings):
     lora: LoraSettings
     loss: Loss
     kept_batch: bool = False
-    """Whether the global batch is that of the run that is resumed, which no flag says."""
+    """Whether the global batch is the resumed run's; no flag says this."""
 
     @property
     def rows_differ(self) -> bool:
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def add_early_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of Megatron's that we read, for a parser that needs no megatron."""
+    """Add the Megatron flags that we read, for a parser without megatron."""
     owners = (
         run.CheckpointSettings,
         run.LoopSettings,

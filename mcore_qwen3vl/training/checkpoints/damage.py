@@ -1,8 +1,7 @@
 """Why a checkpoint cannot be read, by the headers of its files.
 
-A run that was killed while writing, or a full disk, leaves a checkpoint whose files are missing,
-short or empty. With thousands of ranks, one of them should find that before Megatron starts
-reading.
+A run killed while writing, or a full disk, leaves a checkpoint with missing, short or empty files.
+With thousands of ranks, one of them should find that before Megatron starts reading.
 """
 
 from __future__ import annotations

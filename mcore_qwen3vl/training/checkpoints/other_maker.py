@@ -25,9 +25,9 @@ class OtherMaker:
 
 
 def checkpoint_of_other_maker(checkpoints: CheckpointSettings) -> OtherMaker | None:
-    """Return the checkpoint that a run starts from if another maker wrote it, whose keys differ.
+    """Return the checkpoint that a run starts from, if another maker wrote it.
 
-    Megatron cannot load it; `load_checkpoint` of `converters.live` can.
+    Its keys differ, so Megatron cannot load it; `load_checkpoint` of `converters.live` can.
 
     Raises:
         BadInput: the run would resume it rather than take its weights, or save beside it; or an

@@ -489,8 +489,8 @@ class Validations:
         assert save is not None  # `checks` asks for --save with --keep-best
         # A checkpoint of --save-interval stays anyway, so it is not noted for removal.
         self._kept = None if interval and iteration % interval == 0 else iteration
-        # Written before the removal, so that a crash between them leaves one checkpoint too many,
-        # and never a file that names one that is gone.
+        # Written before the removal: a crash between them leaves one checkpoint too many, and never
+        # a file that names a removed checkpoint.
         self._write()
         dist.barrier()
         if before not in (None, iteration) and dist.get_rank() == 0:

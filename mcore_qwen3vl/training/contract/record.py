@@ -102,8 +102,8 @@ class RunRecord:
     def rates_and_schedule(self) -> dict[str, Any]:
         """Return the arguments that the optimizer and the schedule of its rates are built from.
 
-        What the schedule counts in samples is left out, because Megatron keeps that with its state,
-        but for the decay of WSD, without which it makes no schedule.
+        What the schedule counts in samples is left out, because Megatron keeps that with its state.
+        The decay of WSD is not: without it Megatron makes no schedule.
         """
         rows = [self.rows.get(name, {}) for name in ("hyperparameters", "learning rate")]
         schedule, decay = self.rows.get("schedule", {}), dict(self.rows.get("weight decay", {}))
@@ -141,11 +141,11 @@ class RunRecord:
 def compare(
     before: RunRecord, now: RunRecord, *, steering: Steering = None, leave_out: Sequence[str] = ()
 ) -> list[Notice]:
-    """Return what is to be said of a run that goes on: the rows that have changed, in order.
+    """Return what to say of a resumed run: the rows that have changed, in order.
 
     Args:
         before: of the checkpoint.
-        now: of the command that goes on.
+        now: of the resuming command.
         steering: whose rates and schedule hold, where a flag says so.
         leave_out: names of rows that do not count.
 
@@ -178,7 +178,7 @@ def validates_otherwise(before: RunRecord, now: RunRecord) -> bool:
 
 
 def require_none_refused(findings: Sequence[Notice], directory: str) -> None:
-    """Raise BadInput, which says all of it, if a finding stops the run."""
+    """Raise BadInput with all findings that stop the run, if there are any."""
     refused = [finding.text for finding in findings if finding.refused]
     if refused:
         raise BadInput(

@@ -132,7 +132,7 @@ class Contract:
         return self._compare(saved, RunRecord({**self.record.rows, "data sets": held}))
 
     def _compare_unrecorded(self, saved: argparse.Namespace) -> list[Notice]:
-        """Compare the rows that the record lacks with the arguments that Megatron has saved."""
+        """Compare the rows that the record lacks with Megatron's saved arguments."""
         assert self._saved is not None
         lacking = self._saved.lacks(self.record)
         if not lacking:

@@ -1,8 +1,9 @@
 """The table of what decides the result of a run: each row owns some flags, and has one rule.
 
-A row's values are recorded in every checkpoint. Where a run goes on, each value is the same, or it
-has changed in a way that the row allows, with an effect that is said, or the run stops and names
-the flags to give. ``flags-without-row.txt`` has the flags that no row owns, with the reasons.
+A row's values are recorded in every checkpoint. Where a run goes on, a value may be the same. It
+may have changed in a way that the row allows, and then the run states the effect. Otherwise the run
+stops and names the flags to give. ``flags-without-row.txt`` has the flags that no row owns, with
+the reasons.
 """
 
 from __future__ import annotations

@@ -213,9 +213,9 @@ def _of_tensorboard(error: BaseException | None) -> bool:
 def known_losses(losses: Mapping[str, Tensor], totals: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the `losses` of a step that are a number; a step of unusable records has none.
 
-    Megatron writes each loss that it is given to TensorBoard, and adds it to `totals`, from which
-    it computes the means of its own log. One that is no number is added here, so that a mean over
-    the other steps does not look like that of all; Megatron leaves such a mean out.
+    Megatron writes each given loss to TensorBoard, and adds it to `totals`. From `totals` it
+    computes the means of its own log. A loss that is no number is added here, so that a mean over
+    the other steps does not look like the mean of all; Megatron leaves such a mean out.
     """
     known = {name: loss for name, loss in losses.items() if not loss.isnan()}
     for name in losses.keys() - known.keys():

@@ -70,9 +70,9 @@ def quiet(command: CommandLine) -> Iterator[Console | None]:
 def report_crash(error: Exception, command: CommandLine, *, aloud: bool = True) -> None:
     """Write a rank's traceback to its log, and print the error and where the log is.
 
-    Without ``--save`` there is no log, so the traceback is printed, except of a loss that is no
-    number and of a file that the system refuses, whose messages say all there is. It is not `aloud`
-    if another rank has printed its own.
+    Without ``--save`` there is no log, so the traceback is printed. The exceptions are a loss that
+    is no number, and a file refused by the system: their messages say all there is. It is not
+    `aloud` if another rank has printed its own.
     """
     rank = int(os.environ.get("RANK", "0"))
     place = log_of(command, rank)

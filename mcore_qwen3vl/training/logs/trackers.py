@@ -26,7 +26,7 @@ Config = Mapping[str, Any]
 PROJECT = "mcore-qwen3vl"
 _LOGGER = logging.getLogger(__name__)
 _FAILURES = 3
-"""Steps in a row that a tracker may fail to take; a server that is gone holds up each of them."""
+"""Steps in a row that a tracker may fail to take; a lost server holds up each of them."""
 _NOT_IN_MLFLOW = re.compile(r"[^\w\-. /:]")
 _MLFLOW_PARAMS = 100
 """How many parameters one request to an MLflow server may set."""
