@@ -2,10 +2,10 @@
 
 A data set of a hundred million records cannot be read at each start. Its content is stated by the
 sizes of its files and by a digest: of all bytes of a small data set, and otherwise of blocks that
-lie evenly over all of them, 16 MiB together. Other records, another order of the same records and a
-file that was cut are seen, but for a change between two blocks that leaves all sizes: in 100 GB the
-blocks lie 98 MB apart. Names and times of files do not count, and files that records name, such as
-images, are not read.
+lie evenly over all of them, 16 MiB together. The comparison sees other records, another order of
+the same records and a cut file. It misses a change between two blocks if all sizes stay: in 100 GB
+the blocks lie 98 MB apart. Names and times of files do not count, and files that records name, such
+as images, are not read.
 """
 
 from __future__ import annotations

@@ -361,7 +361,7 @@ def _load_yaml_without_code(stream: BinaryIO) -> Any:
 
 
 def _code_names(content: Any) -> Iterator[tuple[str, str]]:
-    """Yield the keys and values that make energon import or run code that is not its own."""
+    """Yield the keys and values that make energon import or run foreign code."""
     if isinstance(content, dict):
         for key, value in content.items():
             if (

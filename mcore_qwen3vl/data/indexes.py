@@ -39,7 +39,7 @@ from mcore_qwen3vl.data.readers.tables import DICT_FILE, STATE_FILE, is_table
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import files_below, require_spelled_out, write_at_once
 
-_PATIENCE = 3600.0  # seconds that other ranks wait for the rank that indexes
+_PATIENCE = 3600.0  # seconds that other ranks wait for the indexing rank
 _CRUDE = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
 _ORIGIN = "origin"  # name of the file, beside a stand-in, that holds the path of the data
 DATA_SUFFIXES = (".tar", ".parquet", ".arrow")

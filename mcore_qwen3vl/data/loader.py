@@ -91,7 +91,7 @@ class Loader(Iterator[Batch]):
             batches: of a validation, the number of this rank's batches. The stream holds the first
                 records in their order, each once, then batches that count for nothing, and begins
                 again after so many. None: training.
-            epochs: number of epochs after which only batches that count for nothing follow.
+            epochs: number of epochs; after them only batches that count for nothing follow.
 
         Raises:
             BadInput: a data set is missing or empty, or leaves a worker of this rank without data;
@@ -255,7 +255,7 @@ class Loader(Iterator[Batch]):
     def _grow(self, state: dict[str, Any]) -> dict[str, Any]:
         """Take up what was appended since a state was saved; return the state to go on from.
 
-        The epoch that has begun goes on with the records that it was drawn from.
+        The epoch in progress goes on with the records that it was drawn from.
 
         Raises:
             BadInput: which records have been read is not known, or a data set holds less than then.
@@ -285,7 +285,7 @@ class Loader(Iterator[Batch]):
         return state | {"history": order.history}
 
     def _epoch_of_next_pack(self, state: Mapping[str, Any]) -> int:
-        """Return the first epoch of which no pack was taken, of data that have not grown yet."""
+        """Return the first epoch without a taken pack, in data that have not grown yet."""
         order, first, packing = self._records, state.get("first", 0), packing_in(state)
         assert order is not None
         taken, epoch = count_packs_taken(state), order.epoch_of(first)

@@ -171,7 +171,7 @@ def packing_in(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def count_packs_taken(state: Mapping[str, Any]) -> int:
-    """Return the packs that the ranks of a state have taken, of those that it counts."""
+    """Return the number of packs taken by a state's ranks, among the packs that it counts."""
     workers = state["loader"]["worker_states"] if state["loader"] else []
     return int(state["start"] + state["world_size"] * sum(map(_count_taken, workers)))
 
@@ -209,7 +209,7 @@ def _count_taken(worker: dict[str, Any]) -> int:
 
 
 def _loader_state_or_fresh(state: dict[str, Any], workers: int) -> dict[str, Any]:
-    """Return a rank's loader state, or that of `workers` that have read nothing."""
+    """Return a rank's loader state, or the state of `workers` that have read nothing."""
     if state["loader"] is not None:
         return state["loader"]
     # Nothing was read before saving: every worker starts at its beginning.

@@ -60,9 +60,9 @@ class Parts:
 
     @contextmanager
     def written(self, part: Part) -> Iterator[Callable[[Any], object]]:
-        """Yield a function that adds the value of the next sample, which is plain data.
+        """Yield a function to add the value of the next sample, which is plain data.
 
-        The file appears at the end. What a part that was killed has left is removed.
+        The file appears at the end. What a killed part has left is removed.
 
         Raises:
             BadInput: the folder cannot be written, or another process does the same part.

@@ -85,10 +85,10 @@ def load_processor(checkpoint: str | Path) -> Any:
         chat template, and :func:`takes_media` says that it takes no images.
 
     Raises:
-        BadInput: the directory lacks one of the processor's files; a setting would give pixels that
-            are not finite, or is not supported; the tokenizer has a token for which the model's
-            embedding has no row; or transformers is older than 5.18, whose processors format and
-            count videos differently.
+        BadInput: the directory lacks one of the processor's files; a setting would give non-finite
+            pixels, or is not supported; the tokenizer has a token without a row in the model's
+            embedding; or transformers is older than 5.18, whose processors format and count videos
+            differently.
     """
     from transformers import AutoProcessor
 

@@ -83,7 +83,7 @@ def require_facts(
 
 
 def other_tokens_error(data: Path, index: int, scores: Path) -> BadInput:
-    """Make the error of a record whose tokens are not those that were scored."""
+    """Make the error of a record whose tokens differ from the scored ones."""
     line = line_of(ensure_index(data), index)
     return BadInput(
         f"{data}:{line} no longer has the tokens that it had when {scores} was made: the "

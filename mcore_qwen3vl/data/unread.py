@@ -1,4 +1,4 @@
-"""Files of a data set's folder that nothing reads, and shards that it lacks."""
+"""Unread files of a data set's folder, and its missing shards."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class AnswerLoss(Loss):
 
 
 def _check_adapter_reference(lora: LoraSettings) -> None:
-    """Raise BadInput unless all that trains is an adapter, which can be switched off."""
+    """Raise BadInput unless only an adapter trains, which can be switched off."""
     if not lora.trains_adapter:
         raise BadInput(
             "--reference adapter needs an adapter to switch off: add --lora-rank 16, or choose "

@@ -113,7 +113,7 @@ class Loss:
         return {}
 
     def frozen_model(self, run: RunSettings, lora: LoraSettings) -> FrozenModel | None:
-        """Return the frozen model that runs beside the one that trains, if there is one."""
+        """Return the frozen model that runs beside the trained one, if there is one."""
         return None
 
     def sidecar(self, run: RunSettings, lora: LoraSettings) -> Sidecar | None:

@@ -20,7 +20,7 @@ from mcore_qwen3vl.forward import RunBatch
 from mcore_qwen3vl.model.lora_modules import without_factors
 
 Within = Callable[[Any], AbstractContextManager[Any]]
-"""A function that makes, from the model that trains, a context which gives the model to run."""
+"""Makes a context of the trained model; the context gives the model to run."""
 
 
 def run_two_passes(

@@ -1,4 +1,4 @@
-"""``--loss dpo``, ``simpo`` and ``orpo``: an answer that was chosen against one that was rejected.
+"""``--loss dpo``, ``simpo`` and ``orpo``: a chosen answer against a rejected one.
 
 The losses over pairs of a chosen and a rejected answer are DPO and its relatives, SimPO and ORPO.
 Source: Rafailov et al., "Direct Preference Optimization", 2023. With the policy p, the reference p0

@@ -99,7 +99,7 @@ def help_of_loss() -> str:
 
 
 def _in_order(flag: str) -> list[type[Loss]]:
-    """Return the losses that `flag` names, that of tokens last."""
+    """Return the losses that `flag` names, the loss of tokens last."""
     losses = [loss for loss in all_losses() if loss.flag == flag]
     return sorted(losses, key=lambda loss: loss is TokenLoss)
 

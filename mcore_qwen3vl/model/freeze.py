@@ -1,4 +1,4 @@
-"""Choice of the parameters that train, and the part of the model that each belongs to."""
+"""Choice of the parameters that train, and each parameter's part of the model."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Freezing:
                 ``aligner``, ``language``) or a regular expression, matched from the start of
                 parameter names such as ``decoder.layers.3.mlp.linear_fc1.weight``, with layers
                 counted over the whole model.
-            trainable: patterns of the same kind. If there are any, only parameters that match one
-                of them train, without those that match `frozen`.
+            trainable: patterns of the same kind. If there are any, a parameter trains only if it
+                matches one of them and none of `frozen`.
 
         Raises:
             BadInput: a pattern is neither a part nor a regular expression.

@@ -262,7 +262,7 @@ def local_positions(
     sequence_parallel: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Return the global positions that one rank holds, in the order in which it holds them.
+    """Return the global positions that one rank holds, in the rank's order.
 
     CP divides a sequence into ``2 * cp_size`` chunks and gives rank r the r-th from the start and
     the r-th from the end, so that causal attention costs every rank the same (mcore

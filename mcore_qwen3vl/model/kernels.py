@@ -1,4 +1,4 @@
-"""Kernels that do the work of several: compiled pointwise regions, products that add their result.
+"""Kernels for the work of several: compiled pointwise regions, products that add their result.
 
 ``torch.compile`` makes one kernel of each pointwise region, once :func:`compile_pointwise` was
 called.

@@ -243,7 +243,7 @@ def _grid_pieces(
     replica: Any,
     flattened_range: None = None,  # mcore's factories pass it
 ) -> list[ShardedTensor]:
-    """Divide a factor into parts of one regular grid, which is all that a checkpoint can hold."""
+    """Divide a factor into parts of one regular grid; a checkpoint can hold nothing else."""
     stacked = [(0, *expert)] if expert else []
     pieces = []
     for local, box_in_factor in place.boxes(place.grain):

@@ -64,10 +64,10 @@ label_module(__file__, "model, other")
 
 Embed = Callable[[], tuple[Tensor | None, Tensor | None]]
 """Computes a chunk's inputs: hidden states (s_local, B, H), or None after the first stage; and the
-carried rows, which travel beside them to the layers and stages that need them, or None. They are
-the DeepStack features (k, n, H) of this chunk and later ones. A model with MTP has no DeepStack:
-its carried rows are the embeddings of the next tokens, fused with images' features,
-(1, s_local * B, H)."""
+carried rows or None. The carried rows travel beside the hidden states to the layers and stages that
+need them. They are the DeepStack features (k, n, H) of this chunk and later ones. A model with MTP
+has no DeepStack: its carried rows are the embeddings of the next tokens, fused with images'
+features, (1, s_local * B, H)."""
 
 
 class Qwen3VLModel(GPTModel):
@@ -95,8 +95,8 @@ class Qwen3VLModel(GPTModel):
     head_labels: Labels | None = None
     """What the output layer gives. None: logits; empty: there is no output layer."""
     fill_received: Callable[[Tensor, tuple[int, int, int]], None] | None = None
-    """Called with the tensor that the previous pipeline stage has sent, before it is read, and the
-    shape that a stage sends. A rank whose neighbours do not run gives it that shape."""
+    """Called with the tensor from the previous pipeline stage, before it is read, and the shape
+    that a stage sends. If its neighbours do not run, a rank gives the tensor that shape."""
 
     def __init__(
         self,

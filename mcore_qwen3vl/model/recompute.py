@@ -7,8 +7,8 @@ place. The kernel and its input are the same both times, and so are the bits, if
 deterministic.
 
 mcore's own recomputation of norms and activations ("layernorm" and "moe_act" of
-``recompute_modules``) covers only grouped experts and norms that are not fused into a linear layer,
-which is nothing in a dense layer.
+``recompute_modules``) covers only grouped experts and norms that are not fused into a linear layer.
+In a dense layer there are none.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Scope(dict[int, tuple[torch.UntypedStorage, Recipe]]):
 
     def pack(self, saved: Tensor) -> Tensor | Recipe:
         """Return what autograd keeps in place of `saved`: its recipe, or itself if it has none."""
-        # Subclasses hold quantized values, which are not those that the recipe computes.
+        # Subclasses hold quantized values; the recipe computes others.
         recipe = self.recipe_of(saved) if type(saved) is Tensor else None
         if recipe is None:
             return saved

@@ -6,8 +6,8 @@ layer nor our model, so this module adds to its nodes what they do around Megatr
 
 * The pre-process node embeds, encodes and fuses. It also keeps the DeepStack features as a detached
   tensor, to which the layers' nodes add gradients until its own backward takes them.
-* The last node of a layer adds that layer's features, and in the last layer of a chunk appends the
-  features that later stages need.
+* The last node of a layer adds the layer's features. In the last layer of a chunk it also appends
+  the features that later stages need.
 * The post-process node applies the final norm, which comes after the features. Megatron's plan
   applies it in the last layer, and not at all if that layer is dense.
 * The first node passes the padding mask to the router, which Megatron's plan leaves out.

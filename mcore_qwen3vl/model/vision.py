@@ -175,7 +175,7 @@ class VisionTower(Qwen3VLVisionModel):
 
 
 class _PatchProjection(nn.Module):
-    """A convolution whose stride equals its kernel, as a matrix product, which is much faster.
+    """A convolution with a stride equal to its kernel, as a matrix product, which is much faster.
 
     It is a module of its own, because Megatron's overlapped parameter gather waits for a weight
     when the module that owns it is called. Reading the weight without calling the module would give

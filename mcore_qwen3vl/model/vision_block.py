@@ -35,7 +35,7 @@ def adapt_block(block: nn.Module, *, lean: bool, fused_rotary: bool = False) -> 
 
     Args:
         lean: whether to recompute the outputs of norms and activation functions in the backward
-            pass, which saves six of the vectors of hidden size that a block would keep for each
+            pass. This saves six of the vectors of hidden size that a block would keep for each
             patch.
         fused_rotary: whether to rotate queries and keys with Transformer Engine's kernel, where
             ours do not run.

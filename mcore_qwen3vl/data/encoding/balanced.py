@@ -1,4 +1,4 @@
-"""Data sets with known sample sizes, which ranks pack together, and of which each reads its part.
+"""Data sets with known sample sizes: ranks pack them together, and each reads its part.
 
 To balance work, every rank must know the sizes of all samples of a global batch, but read only its
 own. So each sample is measured once, before training: its tokens and patches are kept in a small
@@ -9,7 +9,7 @@ a stamp of their sizes and times for each sample. At the start, those of samples
 and of some others are compared, and if one differs, all samples are measured again. A sample that
 contradicts its size when it is read removes the file.
 
-The encoder is that of :mod:`.encoder`, whose samples are numbers and sizes until they are packed.
+The encoder is that of :mod:`.encoder`. Its samples are numbers and sizes until they are packed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ log = logging.getLogger(__name__)
 _CHUNK = 64  # samples that a process measures at a time, at least
 _COMPARED = 1000  # usable samples, about, whose media are compared at every start
 PATIENCE = 6 * 3600.0
-"""Seconds that other ranks wait for the rank that measures."""
+"""Seconds that other ranks wait for the measuring rank."""
 
 BAD, OVERLONG, EXCLUDED = "bad", "over-long", "absent"
 
@@ -309,7 +309,7 @@ def load_or_measure_sizes(
 
 
 def sizes_file_of(factory: MeasuredFactory, settings: str) -> Path:
-    """Return the file in the cache that keeps the sizes, which depend on these settings too."""
+    """Return the cached file of the sizes, which depend on these settings too."""
     data = origin(factory.path)
     # "with stamps" changes the key, so that files of an earlier form, without them, are not read.
     said = f"with stamps {settings}{fingerprint(data)}"
@@ -333,7 +333,7 @@ def measure_in_children[R](
 
 @edataclass
 class MeasuredSample(Sample):
-    """A sample that is not read yet: its number, and the size from which its work is computed."""
+    """A sample that is not read yet: its number, and the size for computing its work."""
 
     data_set: int
     index: int
@@ -343,10 +343,10 @@ class MeasuredSample(Sample):
 class SharedPacking(EpochPacking):
     """A stream of packs in the same order on all ranks, which take them in turn.
 
-    So do the data workers of a rank. Each drops the packs of the others unread. Samples that the
-    packer leaves over go back into the reading buffer, whose content energon saves and restores.
-    The order depends on the number of ranks at the start of the run, which is saved too. With
-    another number of ranks, a run resumes with the very next pack
+    So do the data workers of a rank. Each drops the packs of the others unread. The packer's
+    left-over samples go back into the reading buffer; energon saves and restores its content. The
+    order depends on the number of ranks at the start of the run, which is saved too. With another
+    number of ranks, a run resumes with the very next pack
     (:func:`mcore_qwen3vl.data.loader_state.redistribute`).
     """
 
@@ -522,7 +522,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         )
 
     def require_usable(self) -> None:
-        """Raise BadInput if a data set that was measured has no sample that can be used."""
+        """Raise BadInput if a measured data set has no usable sample."""
         for number, factory in enumerate(self._data_sets):
             used = range(factory.count)
             if self.parts:  # those of tars are not read by number
@@ -537,7 +537,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
 
     def measure_sample(self, factory: MeasuredFactory, index: int) -> tuple[Size | Unusable, int]:
         """Return the size or the flaw of a sample, and the stamp of its media."""
-        shard, number = factory.path.name, index  # all that is known of one that cannot be read
+        shard, number = factory.path.name, index  # all that is known of an unreadable one
         stamp = 0
         try:
             sample = factory.read_sample(index)

@@ -113,9 +113,9 @@ class Batch:
         return replace(self, **mapped)
 
     def device_tensors(self) -> list[Tensor]:
-        """Return all tensors that move to the device, which the stream that reads them must keep.
+        """Return all tensors that move to the device; the reading stream must keep them.
 
-        They are those that :meth:`map_tensors` replaces, and those with a patch axis.
+        They are the tensors that :meth:`map_tensors` replaces, and those with a patch axis.
         """
         tensors = [getattr(self, name) for name in _PER_TOKEN]
         tensors += [getattr(self.visual, name) for name in PER_PATCH] if self.visual else []

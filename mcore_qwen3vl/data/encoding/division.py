@@ -101,7 +101,7 @@ _NONE: _Entry = (float("inf"), -1)
 
 
 class _OpenPacks:
-    """Packs in which samples are placed: each in the one with the least work that has room for it.
+    """Packs to place samples in: each sample goes to the pack with room that has the least work.
 
     To look through all packs for one with room takes the square of their number, and every data
     worker of every rank does it. Here packs are in one heap until one that would be next has no

@@ -78,9 +78,9 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, PlannedRecord, Batch, Batch]):
       calls :meth:`cook`, :meth:`preencode_sample` and :meth:`postencode_sample` for each record of
       a micro-batch, then :meth:`batch`.
     * Records that are read by number, packed: :meth:`read_and_plan` calls :meth:`cook` and
-      :meth:`preencode_sample` for each record that enters the buffer. Energon calls
-      :meth:`select_samples_to_pack` for a full buffer, and for each pack
-      :meth:`postencode_sample`, record by record, then :meth:`pack_selected_samples`.
+      :meth:`preencode_sample` for each record on its way into the buffer. Energon calls
+      :meth:`select_samples_to_pack` for a full buffer, and for each pack :meth:`postencode_sample`,
+      record by record, then :meth:`pack_selected_samples`.
     * Tars: energon calls the same hooks in the same order, with :meth:`batch` at the end if rows
       hold a record each.
 

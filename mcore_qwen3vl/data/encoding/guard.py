@@ -48,8 +48,8 @@ class BadSampleGuard:
     def expect_records(self, data_set: int, worker: int, patience: int | None = None) -> None:
         """Set about how many records the data set has, and how many of them a worker gets.
 
-        A worker stops after `patience` records in a row that it cannot use, if that is given: it
-        reads on until it has a batch, and so might for ever.
+        A worker stops after `patience` unusable records in a row, if that is given: it reads on
+        until it has a batch, and so might for ever.
         """
         # The share is of the worker's own records; if these are few, of the floor or of all.
         self._records = max(worker, min(data_set, self._floor))

@@ -10,7 +10,8 @@ never generated in that context.
 
 What the template leaves out is found by rendering once more, with a mark in the middle of every
 text: a text whose mark does not come out is not there, although its characters may be elsewhere.
-Special tokens that texts spell are taken out there, so those that come out are the template's own.
+Special tokens spelt by texts are taken out there, so all special tokens in the result are the
+template's own.
 """
 
 from __future__ import annotations
@@ -346,7 +347,8 @@ class Renderer:
     def _not_generated(self, record: Conversation, index: int, prompt: str) -> str:
         """Say why a model never generates message `index`: it does not go on from its `prompt`.
 
-        The remedy is named that makes the turn one that does, which is tried here.
+        The message names a remedy after trying it here: with it the turn does go on from the
+        prompt.
         """
         place, ending = _message_place(index), prompt[-_ENDING:]
         said = (

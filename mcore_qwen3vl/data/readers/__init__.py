@@ -1,1 +1,1 @@
-"""Readers of files that energon cannot read, which it shards, shuffles, blends and resumes."""
+"""Readers of files that energon cannot read; it shards, shuffles, blends and resumes them."""

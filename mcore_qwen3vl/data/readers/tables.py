@@ -22,8 +22,8 @@ from mcore_qwen3vl.files import files_below, parse_json
 from mcore_qwen3vl.machine import require_extra
 
 _BATCH, _BATCH_BYTES = 32, 64 << 20  # most rows and bytes decoded at a time, but at least one row
-# Most batches and bytes that are kept: a worker reads from a few row groups in turn, and goes back
-# to earlier rows when it resumes, and among samples that are packed together.
+# Most batches and bytes that are kept: a worker reads from a few row groups in turn. It goes back
+# to earlier rows when it resumes, and among samples of one pack.
 _KEPT, _KEPT_BYTES = 16, 512 << 20
 _SMALL = 64 << 20  # a table of no more bytes is kept, and its rows are read in any order
 # A row group is refused as a bomb if, unpacked, it is larger than both: this many bytes, and this

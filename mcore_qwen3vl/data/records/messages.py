@@ -51,7 +51,7 @@ class Conversation:
     prompt: bool = False  # rendered with the generation prompt, and not trained on
     target: float | tuple[float, ...] | None = None
     """A pair's margin, on the chosen side; the score of two texts, on the query; 1 for an answer
-    that is labelled as wanted, else 0; or 1 for each label of a classifier that is right, else 0.
+    labelled as wanted, else 0; or 1 for each right label of a classifier, else 0.
     """
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template, over those of the data set."""
@@ -79,7 +79,7 @@ MESSAGE = Fields(
     (*_OWN, "role", "name", "tool_calls", "tool_call_id", "reasoning_content"),
     inert=("id",),
 )
-"""Keys of a message that we read or that chat templates do; all but our own get there."""
+"""Keys of a message that we or chat templates read; all but our own get to the templates."""
 _PROMPT_TURN = Fields(
     "a message that is not the assistant's",
     (),

@@ -54,9 +54,9 @@ class Reading:
     system: str | None = None
     """System prompt for conversations that have none."""
     train_on: str | None = None
-    """Assistant turns to train on: ``all``, which None means too, ``last``, or a regular expression
-    that must match in the turn's text, or, in a turn without text, in its tool calls, or else in
-    its reasoning."""
+    """Assistant turns to train on: ``all`` (None too), ``last``, or a regular expression that must
+    match in the turn's text, or, in a turn without text, in its tool calls, or else in its
+    reasoning."""
     chat_template_kwargs: str | None = None
     """Arguments of the chat template, a JSON object as text, for records that give none of the
     same name; see :func:`parse_template_kwargs`."""

@@ -1,13 +1,13 @@
 """Parsing of records for other tasks than training on an answer or a document.
 
-docs/preference.md shows the forms of records with answers that are compared, or of which it is said
-whether they are wanted. Answers share the record's media, tools and first messages, and only
-assistant turns after the shared messages count in the loss.
+docs/preference.md shows the forms of records with compared answers, or with answers labelled as
+wanted or not. Answers share the record's media, tools and first messages, and only assistant turns
+after the shared messages count in the loss.
 
 docs/embedding.md and docs/scores.md show those for ``--task embedding``, ``reranker`` and
-``classify``. Texts that are compared are rendered as prompts, at whose last token the embedding is
-taken. A reranker judges one document at a time; its prompt is that of Qwen3-VL-Reranker, and the
-instruction is the query's system message.
+``classify``. Compared texts are rendered as prompts; the embedding is taken at the last token of
+the prompt. A reranker judges one document at a time; its prompt is that of Qwen3-VL-Reranker, and
+the instruction is the query's system message.
 """
 
 from __future__ import annotations
@@ -435,7 +435,7 @@ def is_classification(record: Mapping[str, Any]) -> bool:
 def parse_classification(
     record: Mapping[str, Any], folder: MediaFolder, reading: Reading, labels: Labels | None
 ) -> Conversation:
-    """Read a classifier's record, whose target is 1 for each of `labels` that is right and else 0.
+    """Read a classifier's record, whose target is 1 for each right one of `labels` and else 0.
 
     Without `labels` the record needs none. Of `reading` only the system prompt counts.
     """

@@ -1,4 +1,4 @@
-"""The tools that a record offers, and the calls of its turns, in the form that templates read."""
+"""The tools offered by a record, and the calls of its turns, in the form that templates read."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _parse_function(value: Any, where: str) -> dict[str, Any]:
 
 
 def parse_tools(record: Mapping[str, Any]) -> list[Any] | None:
-    """Return the tools that the record offers, of which each level may be JSON text."""
+    """Return the tools that the record offers; each level of them may be JSON text."""
     key = "tools"
     if record.get(key) in (None, "") and record.get("functions") is not None:
         key = "functions"  # OpenAI's older form

@@ -80,9 +80,9 @@ def probe_video(media: Media) -> VideoMetadata:
 def _count_frames(container: Any, stream: Any) -> int:
     """Return how many frames of a video are shown.
 
-    Some containers (WebM) do not state the count, and that of an MP4 includes frames that its edit
-    list leaves out, as a phone does that trims a video. Then packets are counted, as torchcodec
-    does.
+    Some containers (WebM) do not state the count. The count of an MP4 includes frames that its edit
+    list leaves out: a phone makes such a list when it trims a video. Then packets are counted, as
+    torchcodec does.
     """
     whole = stream.frames and stream.duration is None
     if (
@@ -333,8 +333,8 @@ def _decode_at(
 def _rgb_converter(stream: Any) -> Callable[[Any], np.ndarray]:
     """Return a converter of the stream's frames to RGB, as players show them, that uses one thread.
 
-    PyAV's shared converter keeps threads that do not survive the fork of a data worker, which would
-    wait for them forever.
+    PyAV's shared converter keeps threads that do not survive the fork of a data worker: the worker
+    would wait for them forever.
     """
     from av.video.reformatter import VideoReformatter
 

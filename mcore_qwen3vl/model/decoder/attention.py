@@ -22,8 +22,8 @@ Core attention
 Core attention of the ``torch`` layer spec: causal, grouped queries, CP and packed sequences.
 
 Everything is one operation: causal attention of a run of queries over the run of keys that ends
-with the last query. A sample is one such segment. Under CP it is two, one for each chunk that the
-rank holds, with exactly the keys that its queries may see. An S x S mask is built only for padding.
+with the last query. A sample is one such segment. Under CP it is two, one for each chunk of the
+rank, with exactly the keys that its queries may see. An S x S mask is built only for padding.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 
 class HeadNorm(StandaloneRMSNorm):
-    """The norm of queries or of keys, which gives its weights to a kernel that norms them itself.
+    """The norm of queries or of keys; it gives its weights to a kernel that norms them itself.
 
     Megatron's overlapped parameter gather waits for weights when the module that owns them is
     called. So they are had by a call without a tensor.
@@ -340,7 +340,7 @@ class PackedSequence(PackedSeqParams):
 
 @dataclass(frozen=True)
 class Segments:
-    """The runs into which a rank's queries fall, and the keys that each run sees."""
+    """The runs of a rank's queries, and the keys that each run sees."""
 
     query_lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]

@@ -68,8 +68,8 @@ class DeepStackLayer(TransformerLayer):
         deepstack_layers: K, the number of layers, counted from the first, that have features.
         recomputes: whether to recompute the outputs of norms, SwiGLU and rotary embedding in the
             backward pass, see :mod:`mcore_qwen3vl.model.recompute`. Two modes turn this off. Full
-            recompute holds one layer's outputs at a time anyway. Offloading of activations does
-            not see the tensors that our hooks replace, and frees those that a recipe needs.
+            recompute holds one layer's outputs at a time anyway. Offloading of activations does not
+            see the tensors that our hooks replace, and frees the inputs of their recipes.
     """
 
     def __init__(

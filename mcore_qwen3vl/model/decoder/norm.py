@@ -19,12 +19,12 @@ label_module(__file__, "norms")
 class RMSNorm(nn.Module):
     """A root mean square norm that keeps its input for the backward pass, without a float32 copy.
 
-    Without our kernels, a norm of weights that are differences from one does so only in a layer
-    that recomputes. In half precision it rounds once, like Transformer Engine's norm; Hugging
-    Face's norm also rounds before it multiplies by the weight. mcore's ``WrappedTorchNorm`` refuses
-    sequence parallelism. This norm marks its weight, so that its gradient, of which each rank has a
-    part, is summed over the TP group. Source: HF ``Qwen3VLTextRMSNorm``; of weights that are
-    differences from one, ``Qwen3_5RMSNorm``.
+    Without our kernels, a norm whose weights are differences from one does so only in a recomputing
+    layer. In half precision it rounds once, like Transformer Engine's norm; Hugging Face's norm
+    also rounds before it multiplies by the weight. mcore's ``WrappedTorchNorm`` refuses sequence
+    parallelism. This norm marks its weight, so that its gradient, of which each rank has a part, is
+    summed over the TP group. Source: HF ``Qwen3VLTextRMSNorm``; of weights that are differences
+    from one, ``Qwen3_5RMSNorm``.
     """
 
     gives_residual = False
