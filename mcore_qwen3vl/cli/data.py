@@ -108,11 +108,13 @@ def check(
     preprocess: Preprocess = None,
     train_on: TrainOn = None,
     chat_template_kwargs: ChatTemplateKwargs = None,
-    distill_temperature: Annotated[
-        float | None,
+    loss: Annotated[
+        str | None,
         typer.Option(
-            help="Also check the teacher's scores beside the data, for train --loss distill with "
-            "this --distill-temperature (1 by default)."
+            metavar="'NAME FLAGS'",
+            help="Check for training with this --loss or --task: records of another form are bad, "
+            "and so are those for which the file that it reads beside the data has nothing. Its "
+            "own flags, and those of LoRA, follow the name.",
         ),
     ] = None,
     write_clean: Annotated[
@@ -136,8 +138,8 @@ def check(
     from mcore_qwen3vl.data.inspection import Check, check_data, check_part, plot_report
     from mcore_qwen3vl.data.rewriting import clean_writer
     from mcore_qwen3vl.losses.registry import detected_form
-    from mcore_qwen3vl.losses.teacher_file import TeacherFile
     from mcore_qwen3vl.machine import require_extra, usable_cores
+    from mcore_qwen3vl.training.arguments.loss_reads import reads_of_loss
     from mcore_qwen3vl.unused.folder import unused_of
 
     which, folder_of_parts = _parts_of(part, parts, merge)
@@ -150,14 +152,14 @@ def check(
         raise BadInput(
             "--write-clean with --limit would leave out all records after the limit: drop one."
         )
-    config = DataConfig(
-        seq_length,
-        packing=True,
-        sidecar=None if distill_temperature is None else TeacherFile(distill_temperature),
-        records=detected_form(),
-        **reading,
-    )
     folder = identify(hf_model).config()
+    read: dict[str, Any] = {"records": detected_form()}
+    if loss is not None:
+        of_run = ["--hf-model", str(folder), "--data-path", str(path)]
+        of_run += ["--preprocess", preprocess] if preprocess else []
+        of_run += ["--trust-data"] if reading["trust_data"] else []
+        read = reads_of_loss(loss, of_run)
+    config = DataConfig(seq_length, packing=True, **read, **reading)
     reads: dict[str, Any] = {
         "split": split,
         "decode": decode,

@@ -350,9 +350,11 @@ class Check:
         try:
             raw = self._preparation.raw(crude)
             records = self._config.records or DetectedForm()
-            parts = list(self._preparation.parse_each(raw, records).values())
-            form = parts[0].format
-            plans = [self._preparation.plan(raw, part) for part in parts]
+            parts = self._preparation.parse_each(raw, records)
+            form = next(iter(parts.values())).format
+            named = {name: self._preparation.plan(raw, part) for name, part in parts.items()}
+            records.require_trainable(named)
+            plans = list(named.values())
             check_length(self._config, plans)
             if self._sidecars:
                 self._sidecars[raw.source].look_up(number_of(crude), plans)

@@ -184,6 +184,7 @@ def depends_on(
     said |= {flag_of(name): getattr(config, name) for name in _FLAGS}
     limits = config.media_limits
     said |= {flag_of(each.name): getattr(limits, each.name) for each in fields(limits)}
+    said["--loss"] = repr(config.records)
     sidecar = config.sidecar
     said |= sidecar.flags() if sidecar is not None else {}
     said["the data sets"] = [str(source.path.absolute()) for source in sources]
