@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import os
 import signal
 import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -124,7 +123,8 @@ class Run:
         from mcore_qwen3vl.training.checkpoints.run_checkpoints import RunCheckpoints
         from mcore_qwen3vl.training.contract.resuming import Contract
         from mcore_qwen3vl.training.data_provider import DataProvider
-        from mcore_qwen3vl.training.hooks import LossScaleSkips, NormCheck
+        from mcore_qwen3vl.training.hooks import NormCheck
+        from mcore_qwen3vl.training.logs.step_report import StepReport
         from mcore_qwen3vl.training.lora import LoraRun
         from mcore_qwen3vl.training.objectives import forward_step_of
         from mcore_qwen3vl.training.second_model import SecondModel
@@ -146,26 +146,31 @@ class Run:
             peak_tflops=settings.training.peak_tflops,
             mtp=bool(settings.loop.mtp_num_layers),
         )
-        self.left_out = metrics.LeftOut()
         self.records = RecordLog(settings.training.log_records)
-        self.data = DataProvider(
-            settings,
-            self.architecture,
-            on_batch=(observer.batch, self.metrics.count, self.records.count),
-            on_validation_batch=(self.left_out.count,),
-            reads_on_every_stage=rehearsed,
-        )
         self.forward_step = forward_step_of(settings)
-        self.last_report: dict[str, float] = {}
-        self.skips = LossScaleSkips(settings.compute)
         self.norms = NormCheck(self.forward_step.records.explain)
-        self._steps = 0  # of this run so far, with those of --iterations-to-skip
-        self._validated_at = -1  # the step of the last validation
         self._interrupted = False
         # The last rank shows progress, as with Megatron's own log: it knows the loss.
         last = settings.parallel.rank == settings.parallel.world_size - 1
         self.progress = RunProgress(screen if last else None)
         self._trackers = Trackers(settings.training.log_to if last else ())
+        self.report = StepReport(
+            settings,
+            self.args,
+            self.forward_step,
+            metrics=self.metrics,
+            norms=self.norms,
+            progress=self.progress,
+            trackers=self._trackers,
+            rehearsed=rehearsed,
+        )
+        self.data = DataProvider(
+            settings,
+            self.architecture,
+            on_batch=(observer.batch, self.metrics.count, self.records.count),
+            on_validation_batch=(self.report.left_out.count,),
+            reads_on_every_stage=rehearsed,
+        )
         self._given = {name: getattr(parsed.args, name, None) for name in parsed.explicit}
         self.contract = Contract(self.args, settings, self.progress.say)
         self.checkpoints = RunCheckpoints(self)
@@ -248,16 +253,16 @@ class Run:
                 if validations.is_exhausted and not stopped:
                     progress.say(f"stopped early after step {progress.steps}: {validations}")
                     return 0
-                if self.skips:
-                    progress.say(str(self.skips))
+                if self.report.skips:
+                    progress.say(str(self.report.skips))
                 saves = self.settings.checkpoints.save
                 again = ": run the same command again to continue" if saves else ""
                 progress.say(f"stopped after step {progress.steps}{again}")
                 return stopped
             if validations.best:
                 progress.say(str(validations))
-            if self.skips:
-                progress.say(str(self.skips))
+            if self.report.skips:
+                progress.say(str(self.report.skips))
             progress.say(self._end_of_run())
         return 0
 
@@ -415,7 +420,7 @@ class Run:
     def _step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Train a step, or leave it out."""
         iteration = self.args.curr_iteration + 1
-        if self._is_left_out(iteration):
+        if iteration in self.settings.loop.iterations_to_skip:
             result = self._leave_out(original, *args, **kwargs)
         else:
             result = original(*args, **kwargs)
@@ -436,21 +441,6 @@ class Run:
         self.args.skipped_train_samples += count * rows
         return _NO_STEP
 
-    def _is_left_out(self, step: int) -> bool:
-        return step in self.settings.loop.iterations_to_skip
-
-    def _is_last_step(self, step: int) -> bool:
-        """Return whether this run trains no further step, as far as that is known before."""
-        if self._rehearsed:  # its numbers stand for all other steps, which are seldom logged
-            return False
-        last, interval = self.args.train_iters, self.settings.loop.exit_interval
-        while self._is_left_out(last):
-            last -= 1
-        return step == last or bool(interval and step % interval == 0)
-
-    def _is_logged(self, step: int) -> bool:
-        return step % self.settings.logs.log_interval == 0 or self._is_last_step(step)
-
     def _finalize_gradients(
         self, model: list[Any], num_tokens: Any, *args: Any, **kwargs: Any
     ) -> None:
@@ -463,117 +453,24 @@ class Run:
             self.forward_step.normalise(model)
             iteration = self.args.curr_iteration + 1
             self.forward_step.records.finish(iteration)
-            if self._is_logged(iteration):
+            if self.report.is_logged(iteration):
                 with self.observer.during(LOG):
-                    self._report(model, iteration)
-
-    def _report(self, model: list[Any], iteration: int) -> None:
-        """Compute the log's numbers that Megatron does not know; all ranks call this."""
-        from megatron.core import parallel_state
-        from megatron.training import get_tensorboard_writer, get_wandb_writer
-        from megatron.training.utils import print_rank_last
-
-        from mcore_qwen3vl.training.optimizer import part_grad_norms
-
-        report = self.metrics.report(parallel_state.get_data_parallel_group())
-        report |= {f"grad norm {part}": float(n) for part, n in part_grad_norms(model).items()}
-        report |= self.forward_step.data_sets.report()
-        self.last_report = report
-        metrics.write_report(report, iteration, get_tensorboard_writer(), get_wandb_writer())
-        print_rank_last(metrics.log_line(report))
+                    self.report.measure(model, iteration)
 
     def _log(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Log a step, with the observer's knowledge."""
         with self.observer.during(LOG):
-            return self._log_step(original, *args, **kwargs)
-
-    def _log_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Check the step's gradient norm, and write the log's numbers if they are due."""
-        from megatron.training import get_tensorboard_writer
-        from megatron.training.utils import is_last_rank
-
-        bound = inspect.signature(original).bind(*args, **kwargs)
-        arguments = bound.arguments
-        iteration = arguments["iteration"]
-        self._steps += 1
-        if is_last_rank():  # Megatron's own log is the last rank's too
-            self.progress.step(iteration, self.args.train_iters)
-        if self._is_left_out(iteration):
-            self.progress.say(f"step {iteration}: left out (--iterations-to-skip)")
-            return original(*args, **kwargs)
-        self._check_step(arguments)
-        if is_last_rank():
-            self._show_step(arguments)
-        if get_tensorboard_writer():
-            arguments["loss_dict"] = metrics.known_losses(
-                arguments["loss_dict"], arguments["total_loss_dict"]
-            )
-        return original(*bound.args, **bound.kwargs)
-
-    def _check_step(self, arguments: Mapping[str, Any]) -> None:
-        """Count the step if fp16 skipped it, and check its gradient norm; all ranks call this."""
-        self.skips.add(arguments["skipped_iter"])
-        if self.settings.compute.fp16:  # the loss scaler skips steps with a norm that is none
-            return
-        self.norms.add(arguments["grad_norm"], arguments["iteration"])
-        if self._is_logged(arguments["iteration"]):  # otherwise it is checked a step late
-            self.norms.settle()
-
-    def _show_step(self, arguments: Mapping[str, Any]) -> None:
-        """Show the numbers of the first step and of those that are logged, and log these."""
-        iteration, norm = arguments["iteration"], arguments["grad_norm"]
-        due = self._is_logged(iteration)
-        if not (due or arguments.get("is_first_iteration")):
-            return
-        losses = {name: float(loss) for name, loss in arguments["loss_dict"].items()}
-        numbers: dict[str, Any] = {
-            # A step has no loss if none of its records can be used.
-            **{name: None if math.isnan(loss) else loss for name, loss in losses.items()},
-            "grad norm": None if norm is None else float(norm),
-            "learning rate": arguments["learning_rate"],
-        }
-        if due:
-            numbers |= self.skips.report() if self.settings.compute.fp16 else {}
-            numbers |= self.last_report
-        self.progress.show(iteration, numbers)
-        if due:
-            self._keep(iteration, numbers)
-
-    def _keep(self, iteration: int, numbers: Mapping[str, float | None]) -> None:
-        """Write numbers to ``--log-json``, and send them to trackers."""
-        if log_json := self.settings.training.log_json:
-            metrics.append_json(log_json, {"iteration": iteration, **numbers})
-        self._trackers.log(numbers, iteration)
+            return self.report.log_step(original, *args, **kwargs)
 
     def _evaluate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the losses of a validation, and report them."""
-        from megatron.core import parallel_state
-        from megatron.training.utils import is_last_rank
-
         self._build_second()  # with --skip-train there is no optimizer
         config = inspect.signature(original).bind(*args, **kwargs).arguments["config"]
         # A schedule asks the config of the model that it runs; this may be the second model.
         second = [chunk.config for chunk in self.second.chunks] if self.second else []
         with self.metrics.pause(), _variable_lengths([config, *second]):
             result = original(*args, **kwargs)
-        losses, iteration = result[0], self.args.iteration + self._steps
-        # Megatron validates once more at the end, even right after the last interval.
-        is_new, self._validated_at = iteration != self._validated_at, iteration
-        if losses is not None:  # None if the run's time was up meanwhile
-            # Megatron writes these to its logs as its own.
-            parts = self.forward_step.validation_sets.report()
-            losses |= {name: torch.tensor(value) for name, value in parts.items()}
-            self.checkpoints.record_validation(iteration, losses)
-        left_out = self.left_out.report(parallel_state.get_data_parallel_group())
-        if losses and is_new and is_last_rank():
-            numbers = {f"validation {name}": float(loss) for name, loss in losses.items()}
-            listing = "  ".join(f"{name} {value:.4f}" for name, value in numbers.items())
-            numbers |= {f"validation {name}": n for name, n in left_out.items()}
-            listing += "".join(f"  without {n} {name}" for name, n in left_out.items())
-            self.progress.say(f"step {iteration}: {listing}")
-            self._keep(iteration, numbers)
-        for name in [name for name, loss in (losses or {}).items() if math.isnan(float(loss))]:
-            del losses[name]  # Megatron would write it to TensorBoard
+        self.report.validation(result[0], self.checkpoints.record_validation)
         return result
 
 

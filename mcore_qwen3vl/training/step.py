@@ -163,7 +163,7 @@ STEP = (
             "mcore_qwen3vl.training.run:Run._finalize_gradients",
             "megatron.core.distributed.finalize_model_grads:finalize_model_grads",
             "mcore_qwen3vl.training.forward_step:ForwardStep.normalise",
-            "mcore_qwen3vl.training.run:Run._report",
+            "mcore_qwen3vl.training.logs.step_report:StepReport.measure",
         ),
         (
             WrappedFunction(
@@ -193,7 +193,10 @@ STEP = (
     Event(
         "log",
         "Stop at a norm that is not finite, show the progress, write the numbers that are due.",
-        ("mcore_qwen3vl.training.run:Run._log",),
+        (
+            "mcore_qwen3vl.training.run:Run._log",
+            "mcore_qwen3vl.training.logs.step_report:StepReport.log_step",
+        ),
         (
             WrappedFunction(
                 "training_log",
@@ -205,7 +208,10 @@ STEP = (
     Event(
         "validate",
         "Compute the losses of the validation data, every --eval-interval.",
-        ("mcore_qwen3vl.training.run:Run._evaluate",),
+        (
+            "mcore_qwen3vl.training.run:Run._evaluate",
+            "mcore_qwen3vl.training.logs.step_report:StepReport.validation",
+        ),
         (
             WrappedFunction(
                 "evaluate",
