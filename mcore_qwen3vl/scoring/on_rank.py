@@ -22,6 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mcore_qwen3vl.data.encoding.batch import Batch
+from mcore_qwen3vl.data.sharing import SharedBatches, StageFeed, new_host_group, rank_reads
 from mcore_qwen3vl.forward import forward
 from mcore_qwen3vl.labels import ONE_SCORE, Labels
 from mcore_qwen3vl.losses.last_token import SCORES, STATES
@@ -32,12 +33,6 @@ from mcore_qwen3vl.model.inputs import to_device
 from mcore_qwen3vl.model.log_probs import likeliest, token_log_probs
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, TaskModel
 from mcore_qwen3vl.scoring.records import BlockResults, SequenceSource
-from mcore_qwen3vl.training.data_provider import (
-    SharedBatches,
-    StageFeed,
-    new_host_group,
-    rank_reads,
-)
 
 Results = dict[str, dict[str, Any]]
 """For each sequence of a batch, by its name, what JSON can hold."""

@@ -136,7 +136,7 @@ STEP = (
     Event(
         "batch",
         "Take a batch that a thread has read; of each micro-batch, as the next three events.",
-        ("mcore_qwen3vl.training.data_provider:SharedBatches.chunk",),
+        ("mcore_qwen3vl.data.sharing:SharedBatches.chunk",),
     ),
     Event(
         "forward",

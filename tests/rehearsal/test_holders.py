@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from mcore_qwen3vl.data import sharing
 from mcore_qwen3vl.model import log_probs, qwen3vl, vision
 from mcore_qwen3vl.model.decoder import layer
 from mcore_qwen3vl.rehearsal import holders, stubs
 from mcore_qwen3vl.simulated_gpu import integers
-from mcore_qwen3vl.training import data_provider
 from tests.test_memory_labels import declared
 
 MEASURED_BY_STORAGE = {holders.WEIGHTS, holders.GRADIENTS, holders.OPTIMIZER, holders.FROZEN}
@@ -51,7 +51,7 @@ def library_frame(file: str) -> dict[str, Any]:
         (layer.pack_features, "torch.cat", "residual stream"),
         (vision.VisionTower.forward, "return", "vision tower"),
         (log_probs.token_log_probs, "return", "logits and loss"),
-        (data_provider.SharedBatches._broadcast_patches, "empty_like", "batch"),
+        (sharing.SharedBatches._broadcast_patches, "empty_like", "batch"),
     ],
 )
 def test_a_function_is_labelled_where_it_is_defined(

@@ -209,7 +209,7 @@ def test_batches_wait_for_nothing_read_ahead_or_not(
     report = _tiny_rank(workbench, tmp_path, 0, *flags)
     assert report.facts["batch"]["patches"] is not None
     syncs = [w for i in (2, 3) for w in report.interval(f"iteration {i}").host_syncs]
-    assert [w for w in syncs if w.phase == FORWARD_BACKWARD or "data_provider" in w.place] == []
+    assert [w for w in syncs if w.phase == FORWARD_BACKWARD or "data/sharing" in w.place] == []
     assert report.interval("iteration 3").counters["unknown_calls"] == 0
 
 

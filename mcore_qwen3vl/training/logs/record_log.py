@@ -36,7 +36,7 @@ class RecordLog:
             return
         from megatron.core import parallel_state
 
-        from mcore_qwen3vl.training.data_provider import rank_reads
+        from mcore_qwen3vl.data.sharing import rank_reads
 
         names, self._names = self._names, []
         if not rank_reads():

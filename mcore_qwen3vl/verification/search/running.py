@@ -412,7 +412,7 @@ class _Notes(RunObserver):
         self._batches.append(_samples_of(batch))
 
     def step(self, iteration: int) -> None:
-        from mcore_qwen3vl.training.data_provider import rank_reads
+        from mcore_qwen3vl.data.sharing import rank_reads
 
         if rank_reads():
             print(json.dumps([iteration, self._batches]), file=self._file)
