@@ -9,9 +9,10 @@ Each part is a process with a time limit. Checks run first and side by side: par
 with Hugging Face, kernels against float32, generation, twenty iterations of the training loop, and
 the rehearsals of what is measured. Then each measurement has the machine to itself: the rates that
 the model of time assumes, training steps of both specs and of Hugging Face with a profile, and the
-training loop with published sizes. If one part fails, that is reported and the others go on. What
-the machine cannot run is not applicable. ``report.md`` and ``report.json`` are written anew
-whenever a part starts or ends. The exit code is 1 if any part failed.
+training loop with published sizes, alone and with a profile. If one part fails, that is reported
+and the others go on. What the machine cannot run is not applicable. ``report.md`` and
+``report.json`` are written anew whenever a part starts or ends. The exit code is 1 if any part
+failed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_models import FP8, MOE, RUNS, STEPS, Size  # noqa: E402
+from benchmarks.gpu_models import FP8, MOE, PROFILES, RUNS, STEPS, Size  # noqa: E402
 from mcore_qwen3vl.errors import BadInput  # noqa: E402
 from mcore_qwen3vl.files import atomic_write  # noqa: E402
 from mcore_qwen3vl.runtime.gpus import GPUS, find_gpu  # noqa: E402
@@ -55,12 +56,13 @@ WORTH = (
     "^training loop, .*, (dense|Qwen3\\.5)$",
     "^rates$",
     "^training step, 2B",
-    "^training run, 2B, (torch|te)$",
+    "^(loop profile|training run), 2B, torch$",
+    "^(loop profile|training run), 2B, te$",
     "^training loop, .*, (MoE|dense, FP8|dense, LoRA|Qwen3\\.5, MTP)$",
     "^parity, .*, one GPU$",
     "^generate",
     "^training step, 30B",
-    "^training run, (30B|2B, FP8|Qwen3\\.5)",
+    "^training run, (30B|2B, FP8|Qwen3\\.5)|^loop profile",
     "^training step, Qwen3\\.5",
     "^parity, .*compiled$",
     "^parity, .*GPU",
@@ -452,7 +454,7 @@ def _read_losses(log: Path) -> list[float]:
 def measurement_parts(
     options: argparse.Namespace, machine: Machine, gpus: int, specs: Sequence[str]
 ) -> Iterator[Part]:
-    """Yield what is measured, each after its simulation: rates, training steps, training runs."""
+    """Yield what is measured, each after its simulation if it has one."""
     kind = options.gpu or machine.kind
     if kind is None:
         why = f"the kind of {machine.name} is not known: give --gpu {', '.join(GPUS)}"
@@ -463,10 +465,11 @@ def measurement_parts(
         yield Part("rates", [sys.executable, *words], 20, find_json, measures=True)
     only = [Size(options.shape, options.shape)] if options.shape else []
     for what, size, side in (
-        *(("step", *both) for both in product(only or STEPS, ("torch", "te", "hf"))),
-        *(("run", *both) for both in product(only or RUNS, ("torch", "te"))),
+        *(("training step", *both) for both in product(only or STEPS, ("torch", "te", "hf"))),
+        *(("training run", *both) for both in product(only or RUNS, ("torch", "te"))),
+        *(("loop profile", *both) for both in product(only or PROFILES, ("torch", "te"))),
     ):
-        name = f"training {what}, {size.name}, {side}"
+        name = f"{what}, {size.name}, {side}"
         if size.flags == FP8 and side != "te":
             continue
         why = (
@@ -483,7 +486,7 @@ def measurement_parts(
         if why:
             yield not_applicable_part(name, why)
             continue
-        if what == "step":
+        if what == "training step":
             words = step_words(size, side, machine.memory_gib)
             profile = ["--profile", str(options.out / f"{file_name(name)}.profile.txt")]
             command, seconds, read = [*python_command(), *words, *profile], 35, read_benchmark
@@ -493,15 +496,20 @@ def measurement_parts(
                 once = f"--warmup 2 --steps 1 --model-time-on {kind}"
                 simulated = [sys.executable, "-m", "mcore_qwen3vl.simulated_gpu", *gpu.split()]
                 prediction.command = [*simulated, *words, *once.split()]
+        elif what == "loop profile":
+            flags = training_run_flags(size, side, options.out / "stand-ins", 1)
+            program = str(ROOT / "benchmarks" / "loop_profile.py")
+            trace = str(options.out / f"{file_name(name)}.trace.json.gz")
+            command = [*python_command(), program, trace, *flags, *data_workers()]
+            yield Part(name, command, 75, read_profile, measures=True)
+            continue
         else:
             # The peak is in the first rank's log, and the simulated GPU has one rank.
             ranks = 1 if is_preloaded() else gpus
             flags = training_run_flags(size, side, options.out / "stand-ins", ranks)
-            # Workers hand batches over in shared memory, which a container may have little of.
-            roomy = shutil.disk_usage("/dev/shm").total > 8e9 and not is_preloaded()
             # --verbose: the peak is in Megatron's own log.
-            more = ["--num-workers", "4" if roomy else "0", "--verbose"]
-            command, seconds, read = [*trainer_command(ranks), *flags, *more], 65, read_log
+            command = [*trainer_command(ranks), *flags, *data_workers(), "--verbose"]
+            seconds, read = 65, read_log
             words = f"rehearse --gpus {ranks} --gpu {kind} --no-suggest --json".split()
             rehearse = [*COMMAND, *words, *flags, "--num-workers", "0"]
             prediction = Part(f"{name}, rehearsed", rehearse, 60, read_rehearsal, serves=True)
@@ -509,6 +517,13 @@ def measurement_parts(
         yield from before
         compare = partial(compare_with_prediction, read, before)
         yield Part(name, command, seconds, compare, before, measures=True)
+
+
+def data_workers() -> list[str]:
+    """Return the flag for as many data workers as can hand batches over."""
+    # They do so in shared memory, which a container may have little of.
+    roomy = shutil.disk_usage("/dev/shm").total > 8e9 and not is_preloaded()
+    return ["--num-workers", "4" if roomy else "0"]
 
 
 def step_words(size: Size, side: str, memory_gib: float) -> list[str]:
@@ -820,6 +835,32 @@ def read_log(printed: str) -> dict[str, Any]:
     times = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", printed)
     seconds = median(float(time) / 1e3 for time in times[3:] or times)
     return {"peak GB": peak, "seconds": seconds, "reserved GB": reserved}
+
+
+def read_profile(printed: str) -> dict[str, Any]:
+    """Read what the report has of a profile: times and counts of an iteration.
+
+    Raises:
+        Mismatch: it has no kernel; the simulated GPU's has none.
+    """
+    found = find_json(printed)
+    gap = found["longest gaps"][0]
+    groups = [f"{g} {of['ms']:.1f} in {of['launches']:.0f}" for g, of in found["groups"].items()]
+    idle = [f"{phase} {ms:.1f}" for phase, ms in found["idle ms by phase"].items()]
+    results = {
+        "ms": found["ms without profile"],
+        "busy": found["busy without profile"],
+        "busy ms": found["busy ms"],
+        "launches": found["launches"],
+        "kernels, ms": ", ".join(groups),
+        "profiled ms": found["ms"],
+        "idle ms": ", ".join(idle),
+        "longest gap": f"{gap['ms']:.1f} ms in {gap['phase']}: {gap['host']}",
+        **found["allocator"],
+    }
+    if not results["launches"] and not is_preloaded():
+        raise Mismatch("PyTorch's profiler has recorded no kernel", results)
+    return results
 
 
 def _short_text(value: Any) -> str:

@@ -106,6 +106,7 @@ RUNS = (
     Size("Qwen3.5-0.8B", "Qwen3.5-0.8B", None, 40),
     Size("Qwen3.5-9B, LoRA", "Qwen3.5-9B", None, 70, "--lora-rank 16 --lora-target language"),
 )
+PROFILES = tuple(size for size in RUNS if size.name in ("2B", "Qwen3.5-9B, LoRA"))
 
 
 def write_stand_ins(folder: str, *names: str) -> None:

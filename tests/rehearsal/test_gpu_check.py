@@ -85,7 +85,7 @@ def test_every_part_runs(tmp_path: Path) -> None:
     assert rates["status"] in ("ok", "exit 1"), found["rates"]
     assert (out / "constants.json").exists() is (rates["status"] == "ok")
     absent = {name for name, part in parts.items() if part["status"] == "not applicable"}
-    te = {"training step, tiny, te", "training run, tiny, te"}
+    te = {f"{what}, tiny, te" for what in ("training step", "training run", "loop profile")}
     assert absent == {"training loop, dense, FP8", *te}
     expert_parallel = "training loop, torch spec, MoE, EP 2"
     assert parts[expert_parallel]["status"] in ("ok", "differs"), found[expert_parallel]
@@ -93,7 +93,7 @@ def test_every_part_runs(tmp_path: Path) -> None:
     nonsense = {*parity, experts, attention, "rates", expert_parallel, *absent}
     others = {n: part["status"] for n, part in parts.items() if n not in nonsense}
     assert set(others.values()) == {"ok"}, found
-    assert len(others) == 17
+    assert len(others) == 18
     loops = {name.split("spec, ")[1] for name in others if name.startswith("training loop")}
     hybrid = {"Qwen3.5", "Qwen3.5, MTP"}
     assert loops == {"dense", "MoE", "dense, LoRA", "dense, TP 2, PP 2", *hybrid}
@@ -393,6 +393,24 @@ def test_a_kill_leaves_what_ended(tmp_path: Path, ending: str) -> None:
     text = (tmp_path / "report.md").read_text()
     assert "**Not finished**" in text
     assert "| good | ok |" in text
+
+
+def test_a_profile_without_kernels_is_a_failure(gpu_check: Any) -> None:
+    """Where the profiler may not see the GPU, it would be called idle."""
+    gap = {"at ms": 0.0, "ms": 7.0, "phase": "log", "host": "aten::item", "host ms": 1.0}
+    found = {
+        "ms without profile": 800.0, "busy without profile": 0.75, "ms": 900.0, "busy ms": 600.0,
+        "launches": 5447.0, "groups": {"products": {"ms": 410.0, "launches": 900.0}},
+        "idle ms by phase": {"log": 300.0}, "longest gaps": [gap],
+        "allocator": {"num_alloc_retries": 3},
+    }  # fmt: skip
+    assert gpu_check.read_profile("step 1\n" + json.dumps(found)) == {
+        "ms": 800, "busy": 0.75, "busy ms": 600, "profiled ms": 900, "launches": 5447,
+        "kernels, ms": "products 410.0 in 900", "idle ms": "log 300.0",
+        "longest gap": "7.0 ms in log: aten::item", "num_alloc_retries": 3,
+    }  # fmt: skip
+    with pytest.raises(gpu_check.Mismatch, match="no kernel"):
+        gpu_check.read_profile(json.dumps({**found, "launches": 0.0, "groups": {}}))
 
 
 def test_rates_are_the_constants_of_the_model_of_time(
