@@ -152,9 +152,9 @@ class OtherData:
     text = (
         "refused: a position in the data would name other records, so that some come twice and "
         "others never. Names, folders and times of files do not count. Allowed: appended records "
-        "(lines of JSONL, further Parquet shards); an epoch that has begun goes on with the "
-        "records that it was drawn from, and the new ones come from the next epoch on. Of tars, "
-        "and where packs have no common epochs, refused"
+        "(lines of JSONL, further Parquet shards); an epoch in progress goes on with the records "
+        "that it was drawn from, and the new ones come from the next epoch on. Of tars, and where "
+        "packs have no common epochs, refused"
     )
 
     def judge(

@@ -480,8 +480,8 @@ class _KeepMTP:
     """Refuses to drop the MTP layer, unless nothing is written."""
 
     text = (
-        "refused where the command leaves out the layer that the run trained, which its "
-        "checkpoints and exports would lack; another factor is allowed, from the next step on"
+        "refused where the command leaves out the layer that the run trained: its checkpoints and "
+        "exports would lack the layer; another factor is allowed, from the next step on"
     )
 
     def judge(
