@@ -238,6 +238,8 @@ class NumberedSamples(Dataset[Any]):
         self._readers = samples.join_readers
         self.crude: Callable[[RawSampleData], Any] = built.map_fn
         """Makes energon's crude sample of a raw one; any exception means that the record is bad."""
+        # For one worker, its only slice runs from offsets[0] to offsets[-1]. Excluded samples read
+        # as None.
         offsets = samples.workers_slice_offsets[0]
         self.first = offsets[0]
         """The number of the first sample in the files."""
@@ -282,9 +284,9 @@ class CrudeSamples(ConcatDataset[Any]):
         datasets, _ = load_sources(
             sources, split=split, training=False, shuffle=False, workers=workers, trust=trust
         )
-        parts = [NumberedSamples(dataset.dataset) for dataset in datasets]
-        super().__init__(parts)
-        self.paths = [part.path for part in parts]
+        data_sets = [NumberedSamples(dataset.dataset) for dataset in datasets]
+        super().__init__(data_sets)
+        self.paths = [samples.path for samples in data_sets]
         """The paths of the data sets, including those of a metadataset."""
 
     def __iter__(self) -> Iterator[Any]:

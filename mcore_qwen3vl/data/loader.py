@@ -24,8 +24,8 @@ from mcore_qwen3vl.data.encoding.balanced import BalancedTaskEncoder, SharedPack
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.data.encoding.encoder import Qwen3VLTaskEncoder
 from mcore_qwen3vl.data.loader_state import (
+    OWN_PACKS,
     PACKS,
-    PARTS,
     RECORDS,
     SHARDS,
     count_packs_taken,
@@ -44,8 +44,8 @@ from mcore_qwen3vl.runtime.lifetime import scratch_folder
 
 _PREFETCHED = 2  # batches that a data worker keeps ready
 _PASSES = 20
-"""How often a data worker that finds nothing to use reads about as much as its part of tars has; by
-chance a shuffling buffer keeps back what is usable, with a probability of e^-20."""
+"""How often a data worker that finds nothing to use reads about as much as its share of tars has;
+by chance a shuffling buffer keeps back what is usable, with a probability of e^-20."""
 _BACK = 2  # batches that may have been read since the position of a state
 
 
@@ -100,8 +100,8 @@ class Loader(Iterator[Batch]):
         self._place = {"rank": dp_rank, "world_size": dp_size, "num_workers": num_workers}
         self._paths = [source.path for source in sources]
         self._config, self._epochs = config, epochs
-        self._order, self._start = SHARDS, 0
-        self._records: Order | None = None  # of records that are read by number
+        self._kind, self._start = SHARDS, 0
+        self._order: Order | None = None  # of records that are read by number
         self._end: int | None = None  # the position after the last of all `epochs`
         self._stream: Stream | None = None  # of the records that all ranks pack together
         self._buffer = 0  # samples among which these choose
@@ -117,16 +117,16 @@ class Loader(Iterator[Batch]):
         load = partial(load_sources, sources, split=split, trust=config.trust_data)
         # Built as for a single worker: what each worker reads is decided by position.
         alone = WorkerConfig(rank=0, world_size=1, num_workers=0)
-        datasets, blend_mode = load(training=False, shuffle=False, workers=alone)
+        loaded, blend_mode = load(training=False, shuffle=False, workers=alone)
         seed_of_order = seed if config.shuffle else None
         if dp_rank == 0:
             print_unused(unread_of(sources, split))
         if batches is not None:
-            dataset = self._validation_batches(datasets, batches)
-        elif are_numbered(datasets):
-            dataset = self._numbered_batches(datasets, blend_mode, seed_of_order)
+            dataset = self._validation_batches(loaded, batches)
+        elif are_numbered(loaded):
+            dataset = self._numbered_batches(loaded, blend_mode, seed_of_order)
         else:
-            dataset = self._tar_batches(load, datasets)
+            dataset = self._tar_batches(load, loaded)
         self._loader = get_savable_loader(
             dataset,
             checkpoint_every_sec=checkpoint_every_seconds,
@@ -146,25 +146,25 @@ class Loader(Iterator[Batch]):
             self._loader.worker_init_fn = partial(start_worker, start, temporary)
         self._iterator: Iterator[Batch] | None = None
 
-    def _validation_batches(self, datasets: Sequence[LoadedDataset], batches: int) -> Any:
+    def _validation_batches(self, loaded: Sequence[LoadedDataset], batches: int) -> Any:
         """Make the batches of a validation, again and again."""
-        parts = self._open_parts(datasets)
+        data_sets = self._open_data_sets(loaded)
         period = batches * self._config.micro_batch_size * self._workers.world_size
         return self._block_batches(
-            Order(parts), end=min(period, sum(map(len, parts))), period=period
+            Order(data_sets), end=min(period, sum(map(len, data_sets))), period=period
         )
 
     def _numbered_batches(
-        self, datasets: Sequence[LoadedDataset], blend_mode: DatasetBlendMode, seed: int | None
+        self, loaded: Sequence[LoadedDataset], blend_mode: DatasetBlendMode, seed: int | None
     ) -> Any:
         """Make endless batches of records that are read by their number."""
         config, encoder, workers = self._config, self._encoder, self._workers
         if config.balance:
-            datasets = encoder.measure_data_sets(datasets, usable_cores())
-        parts = self._open_parts(datasets)
+            loaded = encoder.measure_data_sets(loaded, usable_cores())
+        data_sets = self._open_data_sets(loaded)
         if config.balance:
             encoder.require_usable()
-        self._records = order = order_of(datasets, parts, blend_mode, seed)
+        self._order = order = order_of(loaded, data_sets, blend_mode, seed)
         self._end = end = self._position_after_epochs(self._epochs)
         if not config.packing:
             return self._block_batches(order, end=end)
@@ -174,21 +174,21 @@ class Loader(Iterator[Batch]):
                 "--num-epochs with --packing needs --balance: otherwise nobody knows how many "
                 "packs the samples will fill. Leave --packing out, or give --train-iters N."
             )
-        stream = Stream(order, parts, workers, shared=config.balance, end=end)
+        stream = Stream(order, data_sets, workers, shared=config.balance, end=end)
         packs = encoder.build_packs(stream, buffer, workers)
-        self._order = PARTS
+        self._kind = OWN_PACKS
         if config.balance:
-            self._order, self._turns = PACKS, packs
+            self._kind, self._turns = PACKS, packs
             self._stream, self._buffer = stream, buffer
             self._packs = self._count_packs(0, end)
         return packs
 
     def _position_after_epochs(self, epochs: int | None) -> int | None:
         """Return the position after so many epochs; None: there is no end."""
-        if epochs is None or self._records is None:
+        if epochs is None or self._order is None:
             return None
-        require_epochs(self._records)
-        return self._records.start_of_epoch(epochs)
+        require_epochs(self._order)
+        return self._order.start_of_epoch(epochs)
 
     def _count_packs(
         self, first: int, end: int | None, packing: Mapping[str, Any] | None = None
@@ -204,7 +204,7 @@ class Loader(Iterator[Batch]):
         own = {"_size": self._buffer, "_width": self._place["world_size"]}
         made = packing or own
         count: int = self._encoder.count_packs(
-            self._records, range(first, end), made["_size"], made["_width"]
+            self._order, range(first, end), made["_size"], made["_width"]
         )
         return count
 
@@ -219,8 +219,8 @@ class Loader(Iterator[Batch]):
         if self._end is None:
             return None
         if state is None:
-            return self._end if self._order == RECORDS else self._packs
-        if self._order == RECORDS:
+            return self._end if self._kind == RECORDS else self._packs
+        if self._kind == RECORDS:
             return max(0, self._end - min(position_reached(state), state.get("end") or self._end))
         if self._has_ended(state):
             return self._count_packs(state["end"], self._end)
@@ -250,7 +250,7 @@ class Loader(Iterator[Batch]):
     def has_grown(self, state: Mapping[str, Any]) -> bool:
         """Return whether records were appended to the data sets since a state was saved."""
         history = state.get("history")
-        return bool(history and self._records and self._records.restore(history))
+        return bool(history and self._order and self._order.restore(history))
 
     def _grow(self, state: dict[str, Any]) -> dict[str, Any]:
         """Take up what was appended since a state was saved; return the state to go on from.
@@ -262,15 +262,15 @@ class Loader(Iterator[Batch]):
         """
         if not self.has_grown(state):
             return state
-        order = self._records
+        order = self._order
         assert order is not None
-        if self._order not in (RECORDS, PACKS) or (self._order == PACKS and not order.has_epochs):
+        if self._kind not in (RECORDS, PACKS) or (self._kind == PACKS and not order.has_epochs):
             raise BadInput(
                 f"{self._paths[0]} has more records than when the state of the data was saved, and "
                 "samples that were read ahead wait to be packed. Give the data of the checkpoint."
             )
         reader: Any
-        if self._order == RECORDS:
+        if self._kind == RECORDS:
             reader = self._turns
             position = position_reached(state)
             order.grow(min(position, state.get("end") or position))
@@ -286,7 +286,7 @@ class Loader(Iterator[Batch]):
 
     def _epoch_of_next_pack(self, state: Mapping[str, Any]) -> int:
         """Return the first epoch without a taken pack, in data that have not grown yet."""
-        order, first, packing = self._records, state.get("first", 0), packing_in(state)
+        order, first, packing = self._order, state.get("first", 0), packing_in(state)
         assert order is not None
         taken, epoch = count_packs_taken(state), order.epoch_of(first)
         while taken > 0:
@@ -295,23 +295,23 @@ class Loader(Iterator[Batch]):
             taken -= self._count_packs(here, order.start_of_epoch(epoch), packing) or 0
         return epoch
 
-    def _open_parts(self, datasets: Sequence[LoadedDataset]) -> list[NumberedSamples]:
+    def _open_data_sets(self, loaded: Sequence[LoadedDataset]) -> list[NumberedSamples]:
         """Open the data sets for the encoder, and tell its guard how many records they have."""
-        self._encoder.parts = parts = [NumberedSamples(dataset.dataset) for dataset in datasets]
-        records, per_rank = sum(map(len, parts)), max(1, self._workers.num_workers)
+        self._encoder.data_sets = data_sets = [NumberedSamples(one.dataset) for one in loaded]
+        records, per_rank = sum(map(len, data_sets)), max(1, self._workers.num_workers)
         share = -(-records // (self._workers.world_size * per_rank))
         self._encoder.guard.expect_records(records, share)
-        return parts
+        return data_sets
 
     def _block_batches(self, order: Order, **ends: Any) -> Any:
         """Make batches of an order's records, one a row; `ends` are those of :class:`Blocks`."""
-        self._order, self._rows = RECORDS, self._config.micro_batch_size
+        self._kind, self._rows = RECORDS, self._config.micro_batch_size
         self._turns = blocks = Blocks(order, self._rows, self._workers, **ends)
         read = self._encoder.read_block
         return MapDataset(blocks, read, stateless_map_fn=True, worker_config=self._workers)
 
     def _tar_batches(self, load: Callable[..., Any], as_one: Sequence[LoadedDataset]) -> Any:
-        """Make endless batches of tars, of which each worker reads a part.
+        """Make endless batches of tars, of which each worker reads a share.
 
         Args:
             load: loads the data sets for a number of workers.
@@ -324,17 +324,17 @@ class Loader(Iterator[Batch]):
             )
         config, encoder, ranks = self._config, self._encoder, self._place["world_size"]
         workers = self._workers
-        if config.balance:  # all ranks go through the same order of samples, each for its part
+        if config.balance:  # all ranks go through the same order of samples, each for its share
             workers = replace(workers, rank=0, world_size=1)
-        datasets, blend_mode = load(training=True, shuffle=config.shuffle, workers=workers)
+        loaded, blend_mode = load(training=True, shuffle=config.shuffle, workers=workers)
         if config.balance:
-            datasets = encoder.measure_data_sets(datasets, usable_cores())
+            loaded = encoder.measure_data_sets(loaded, usable_cores())
             encoder.require_usable()
         else:
-            encoder.parts = [NumberedSamples(dataset.dataset) for dataset in as_one]
+            encoder.data_sets = [NumberedSamples(dataset.dataset) for dataset in as_one]
         buffer = config.buffer * (ranks if config.balance else 1)
         dataset = encoder.build_train_datasets(
-            datasets=datasets,
+            datasets=loaded,
             blend_mode=blend_mode,
             worker_config=workers,
             batch_size=None if config.packing else config.micro_batch_size,
@@ -419,10 +419,10 @@ class Loader(Iterator[Batch]):
             state = to_plain(energon.save_state_rank())
         finally:
             energon._worker_sample_counters, energon._next_worker_id = now
-        ordered = {"order": self._order, "rows": self._rows, "start": self._start}
+        ordered = {"order": self._kind, "rows": self._rows, "start": self._start}
         ends: dict[str, Any] = {"first": self._first, "end": self._end, "packs": self._packs}
         ends |= {"measures": self._encoder.measures} if self._config.balance else {}
-        ends |= {"history": self._records.history} if self._records else {}
+        ends |= {"history": self._order.history} if self._order else {}
         return {**self._place, "balance": self._config.balance, **ordered, **ends, "loader": state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -442,7 +442,7 @@ class Loader(Iterator[Batch]):
                 f"The data state was saved {was} --balance, and this run is {now} it: the order of "
                 f"samples differs. {remedy}"
             )
-        if state.get("order", SHARDS) != self._order:
+        if state.get("order", SHARDS) != self._kind:
             raise BadInput(
                 "The data state was saved by an earlier version, or by a run with another setting "
                 "of --packing or with other data: the order of samples differs. To start the data "
@@ -450,7 +450,7 @@ class Loader(Iterator[Batch]):
             )
         workers = self._place["num_workers"]
         state = self._grow(self._as_saved(state))
-        if self._order == RECORDS and (
+        if self._kind == RECORDS and (
             state["rows"] != self._rows
             or state["num_workers"] != workers
             or position_reached(state) > (state.get("end") or math.inf)
@@ -459,7 +459,7 @@ class Loader(Iterator[Batch]):
             state = state_for_rank(state, state["rank"], state["world_size"]) | {
                 "num_workers": workers
             }
-        if self._order == PACKS and state.get("end") not in (None, self._end):
+        if self._kind == PACKS and state.get("end") not in (None, self._end):
             state = self._forget_from(state, state["end"])
         saved = {name: state[name] for name in self._place}
         if saved != self._place:

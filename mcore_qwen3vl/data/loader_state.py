@@ -41,9 +41,9 @@ _CLASSES: dict[str, type] = {
 }
 _CLASS = "$class"
 
-RECORDS, PACKS, PARTS, SHARDS = "records", "packs", "parts", "shards"
-"""What has one order for all ranks: records, or packs of them. Otherwise each worker reads parts of
-its own: of the order of records, or shards of tars."""
+RECORDS, PACKS, OWN_PACKS, SHARDS = "records", "packs", "parts", "shards"
+"""What has one order for all ranks: records, or packs of them. Otherwise each worker has its own:
+packs of its share of the records, or shards of tars."""
 
 
 def to_plain(state: Any) -> Any:

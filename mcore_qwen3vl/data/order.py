@@ -2,7 +2,7 @@
 
 All ranks share one endless order. A position in it is a function of the seed alone, so the number
 of ranks and of data workers changes nothing: each takes its turn. Energon's own order cuts the data
-into a part for each worker, and shuffles each part in an endless buffer: a record may come twice
+into a share for each worker, and shuffles each in an endless buffer: a record may come twice
 before another comes once.
 """
 
@@ -23,7 +23,7 @@ from mcore_qwen3vl.data.datasets import NumberedSamples
 from mcore_qwen3vl.errors import BadInput
 
 _TURNS = 10_000  # draws of a blend by weights that are made at a time
-_LANES = 4  # parts of a table that are read in turn
+_LANES = 4  # groups of a table's rows that are read side by side
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Order:
 
     def __init__(
         self,
-        parts: Sequence[NumberedSamples],
+        data_sets: Sequence[NumberedSamples],
         *,
         repeats: Sequence[float] | None = None,
         weights: Sequence[float] | None = None,
@@ -109,14 +109,14 @@ class Order:
             weights: in place of `repeats`, the data sets' shares of the records.
             seed: None: read each data set in its own order, and spread all of them evenly.
         """
-        self._parts, self._seed, self._weights = parts, seed, weights
-        self._repeats = repeats or [1.0] * len(parts)
+        self._data_sets, self._seed, self._weights = data_sets, seed, weights
+        self._repeats = repeats or [1.0] * len(data_sets)
         self._chunk = -1
-        self._before = [np.zeros(len(parts), np.int64)]
+        self._before = [np.zeros(len(data_sets), np.int64)]
         """Of a blend by weights: the draws of each data set before each chunk, as far as known."""
         self._turns = self._nth = np.zeros(0, np.int32)
         self._permutations: dict[int, tuple[int, Sequence[int]]] = {}
-        self.extents = [Extent(len(part), len(part.runs or ())) for part in parts]
+        self.extents = [Extent(len(samples), len(samples.runs or ())) for samples in data_sets]
         """How much each data set holds now."""
         self._restart([(0, self.extents)])
 
@@ -136,10 +136,10 @@ class Order:
         """
         self._restart([(start, [Extent(*each) for each in held]) for start, held in history])
         _, before = self._history[-1]
-        for part, was, now in zip(self._parts, before, self.extents, strict=True):
+        for samples, was, now in zip(self._data_sets, before, self.extents, strict=True):
             if now.records < was.records:
                 raise BadInput(
-                    f"{part.path} has {now.records:,} records and had {was.records:,} when the "
+                    f"{samples.path} has {now.records:,} records and had {was.records:,} when the "
                     "state of the data was saved. Give the data of the checkpoint."
                 )
         return before != self.extents
@@ -174,8 +174,8 @@ class Order:
 
     def __getitem__(self, position: int) -> tuple[int, int]:
         """Return the number of the data set, and that of the record among its records, from 0."""
-        part, draw = 0, position
-        if len(self._parts) > 1:
+        data_set, draw = 0, position
+        if len(self._data_sets) > 1:
             if self._weights is None:
                 epochs = self._epochs_at(position)
                 chunk, place = epochs.locate(position)
@@ -183,38 +183,38 @@ class Order:
                 chunk, place = divmod(position, _TURNS)
             if chunk != self._chunk:
                 self._enter_chunk(chunk)
-            part = int(self._turns[place])
-            draw = int(self._draws_before(chunk)[part] + self._nth[place])
-        passes = self._passes_at(part, draw)
+            data_set = int(self._turns[place])
+            draw = int(self._draws_before(chunk)[data_set] + self._nth[place])
+        passes = self._passes_at(data_set, draw)
         number, index = passes.locate(draw)
-        return part, int(self._permutation(part, number, passes.extent)[index])
+        return data_set, int(self._permutation(data_set, number, passes.extent)[index])
 
     def _restart(self, history: Sequence[tuple[int, Sequence[Extent]]]) -> None:
         """Compute the epochs, and the passes over each data set, of a history of extents."""
         self._history = [(start, list(extents)) for start, extents in history]
         self._chunk, self._permutations = -1, {}
         self._epochs: list[_Epochs] = []
-        self._passes: list[list[_Passes]] = [[] for _ in self._parts]
+        self._passes: list[list[_Passes]] = [[] for _ in self._data_sets]
         for start, extents in self._history:
             number = self.epoch_of(start) if self._epochs else 0
             before = self._count_draws(start)
             pairs = zip(extents, self._repeats, strict=True)
             draws = np.array([max(1, round(extent.records * often)) for extent, often in pairs])
             self._epochs.append(_Epochs(start, number, draws, before))
-            for part, (extent, drawn) in enumerate(zip(extents, before.tolist(), strict=True)):
-                self._begin_passes(part, drawn, extent)
+            for data_set, (extent, drawn) in enumerate(zip(extents, before.tolist(), strict=True)):
+                self._begin_passes(data_set, drawn, extent)
 
-    def _begin_passes(self, part: int, drawn: int, extent: Extent) -> None:
+    def _begin_passes(self, data_set: int, drawn: int, extent: Extent) -> None:
         """Let passes over a data set have another extent once a pass that has begun is over."""
-        if not self._passes[part]:
-            self._passes[part] = [_Passes(0, 0, extent)]
+        if not self._passes[data_set]:
+            self._passes[data_set] = [_Passes(0, 0, extent)]
             return
-        current = self._passes_at(part, drawn)
+        current = self._passes_at(data_set, drawn)
         number, place = current.locate(drawn)
         number += bool(place)
         start = current.start + (number - current.number) * current.extent.records
-        kept = [passes for passes in self._passes[part] if passes.start < start]
-        self._passes[part] = [*kept, _Passes(start, number, extent)]
+        kept = [passes for passes in self._passes[data_set] if passes.start < start]
+        self._passes[data_set] = [*kept, _Passes(start, number, extent)]
 
     def _epochs_at(self, position: int) -> _Epochs:
         found = (each for each in reversed(self._epochs) if each.start <= position)
@@ -223,12 +223,12 @@ class Order:
     def _epochs_numbered(self, number: int) -> _Epochs:
         return next(each for each in reversed(self._epochs) if each.number <= number)
 
-    def _passes_at(self, part: int, draw: int) -> _Passes:
-        return next(each for each in reversed(self._passes[part]) if each.start <= draw)
+    def _passes_at(self, data_set: int, draw: int) -> _Passes:
+        return next(each for each in reversed(self._passes[data_set]) if each.start <= draw)
 
     def _count_draws(self, position: int) -> np.ndarray:
         """Return how often each data set was drawn before a position, that of an epoch's start."""
-        count = len(self._parts)
+        count = len(self._data_sets)
         if not self._epochs:
             return np.zeros(count, np.int64)
         if count == 1:
@@ -248,7 +248,7 @@ class Order:
 
     def _enter_chunk(self, chunk: int) -> None:
         """Compute the turns of a chunk of positions: an epoch, or some draws by weight."""
-        count = len(self._parts)
+        count = len(self._data_sets)
         if self._weights is None:
             draws = self._epochs_numbered(chunk).draws
             self._turns = np.repeat(np.arange(count, dtype=np.int32), draws)
@@ -265,9 +265,9 @@ class Order:
                 self._before.append(self._before[earlier] + drawn)
             self._turns = self._draw_turns(chunk)
         self._nth = np.zeros(len(self._turns), np.int32)
-        for part in range(count):
-            of_part = self._turns == part
-            self._nth[of_part] = np.arange(of_part.sum())
+        for data_set in range(count):
+            turns = self._turns == data_set
+            self._nth[turns] = np.arange(turns.sum())
         self._chunk = chunk
 
     def _draw_turns(self, chunk: int) -> np.ndarray:
@@ -278,27 +278,27 @@ class Order:
         """Return random numbers that stay the same in every version of numpy."""
         return np.random.RandomState([(self._seed or 0) % 2**32, *which])
 
-    def _permutation(self, part: int, number: int, extent: Extent) -> Sequence[int]:
+    def _permutation(self, data_set: int, number: int, extent: Extent) -> Sequence[int]:
         """Return the order in which a pass reads a data set: its own without a seed."""
         if self._seed is None:
             return range(extent.records)
         # Only the last pass's is kept.
-        if self._permutations.get(part, (-1,))[0] != number:
-            self._permutations[part] = number, self._draw_permutation(part, number, extent)
-        return self._permutations[part][1]
+        if self._permutations.get(data_set, (-1,))[0] != number:
+            self._permutations[data_set] = number, self._draw_permutation(data_set, number, extent)
+        return self._permutations[data_set][1]
 
-    def _draw_permutation(self, part: int, number: int, extent: Extent) -> Any:
-        source, count = self._parts[part], extent.records
-        random = self._random_state(part, number)
+    def _draw_permutation(self, data_set: int, number: int, extent: Extent) -> Any:
+        samples, count = self._data_sets[data_set], extent.records
+        random = self._random_state(data_set, number)
         if not extent.runs:  # kept in half the bytes, by each data worker of each rank
             return random.permutation(count).astype(np.int32)
         # Rows of a table are decoded together, so some groups are read side by side, each from its
         # first row to its last, with each row moved by at most as many as are kept.
-        assert source.runs is not None, "a data set that has grown is no smaller"
-        runs = source.runs[: extent.runs]
+        assert samples.runs is not None, "a data set that has grown is no smaller"
+        runs = samples.runs[: extent.runs]
         rows = np.array([rows for rows, _ in runs])
-        group = np.repeat(np.arange(len(rows)), rows)[source.first :][:count]
-        within = np.concatenate([np.arange(n) for n in rows])[source.first :][:count]
+        group = np.repeat(np.arange(len(rows)), rows)[samples.first :][:count]
+        within = np.concatenate([np.arange(n) for n in rows])[samples.first :][:count]
         kept = np.array([kept for _, kept in runs])[group]
         window = random.permutation(len(rows)) // _LANES
         share = (within + kept * random.random_sample(len(group))) / (rows[group] + kept)
@@ -306,16 +306,16 @@ class Order:
 
 
 def order_of(
-    datasets: Sequence[LoadedDataset],
-    parts: Sequence[NumberedSamples],
+    loaded: Sequence[LoadedDataset],
+    data_sets: Sequence[NumberedSamples],
     blend_mode: DatasetBlendMode,
     seed: int | None,
 ) -> Order:
     """Return the order of what :func:`.datasets.load_sources` has loaded."""
     if blend_mode == DatasetBlendMode.SAMPLE_REPETITIONS:
-        return Order(parts, repeats=[dataset.repetitions or 1.0 for dataset in datasets], seed=seed)
-    weights = [1.0 if dataset.weight is None else float(dataset.weight) for dataset in datasets]
-    return Order(parts, weights=weights if len(parts) > 1 else None, seed=seed)
+        return Order(data_sets, repeats=[one.repetitions or 1.0 for one in loaded], seed=seed)
+    weights = [1.0 if one.weight is None else float(one.weight) for one in loaded]
+    return Order(data_sets, weights=weights if len(data_sets) > 1 else None, seed=seed)
 
 
 def require_epochs(order: Order) -> None:
@@ -419,12 +419,12 @@ class Blocks(_Ordered):
 
 
 class Stream(_Ordered):
-    """Records one at a time: all of them, or this worker's part of them."""
+    """Records one at a time: all of them, or this worker's share of them."""
 
     def __init__(
         self,
         order: Order,
-        parts: Sequence[NumberedSamples],
+        data_sets: Sequence[NumberedSamples],
         workers: WorkerConfig,
         *,
         shared: bool,
@@ -436,7 +436,7 @@ class Stream(_Ordered):
             end: number of positions that are read; after them come samples without data.
         """
         super().__init__(workers, end)
-        self._order, self._parts, self._shared = order, parts, shared
+        self._order, self._data_sets, self._shared = order, data_sets, shared
 
     def __iter__(self) -> Iterator[RawSampleData]:
         count = max(self.worker_config.num_workers, 1)
@@ -452,13 +452,13 @@ class Stream(_Ordered):
         (place,) = restore_key
         if place == ABSENT or (self._end is not None and place >= self._end):
             return RawSampleData(__restore_key__=restore_key, data=())
-        part, number = self._order[place]
-        raw = self._parts[part].raw(number)
+        data_set, number = self._order[place]
+        raw = self._data_sets[data_set].raw(number)
         return RawSampleData(__restore_key__=restore_key, data=raw.data)
 
-    def part_of(self, raw: RawSampleData) -> NumberedSamples:
+    def samples_of(self, raw: RawSampleData) -> NumberedSamples:
         """Return the data set of a sample; any one for a sample without data."""
-        return self._parts[self._order[raw.__restore_key__[-1]][0] if raw.data else 0]
+        return self._data_sets[self._order[raw.__restore_key__[-1]][0] if raw.data else 0]
 
     def epoch_of(self, restore_key: Any) -> int:
         """Return a sample's epoch by its restore key, or by one that begins with others'."""

@@ -186,7 +186,7 @@ def test_a_data_set_that_has_less_is_refused(make: MakeLoader, tmp_path: Path) -
         make(tmp_path / "a.jsonl", config=PADDED).load_state_dict(state)
 
 
-@pytest.mark.parametrize("config", [PACKED, BALANCED], ids=["parts", "weights"])
+@pytest.mark.parametrize("config", [PACKED, BALANCED], ids=["own packs", "weights"])
 def test_packs_without_common_epochs_are_refused(
     config: DataConfig, make: MakeLoader, tmp_path: Path
 ) -> None:

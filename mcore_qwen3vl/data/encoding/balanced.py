@@ -482,7 +482,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         self._architecture, self._trained = architecture, trained
         self._multiple = config.length_multiple
         self._rank, self._ranks = dp_rank, dp_size
-        self._data_sets: list[MeasuredFactory] = []
+        self._measured: list[MeasuredFactory] = []
         self._settings = _settings_as_json(processor, config)
         self._sources = sources
 
@@ -496,7 +496,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
             load_or_measure_sizes(
                 factory, self.measure_sample, self._stamp_of_sample, settings, processes
             )
-            self._data_sets.append(factory)
+            self._measured.append(factory)
             dataset.dataset = factory
         return list(datasets)
 
@@ -506,7 +506,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         return json.dumps([self._settings, repr(source.reading), repr(source.limits)])
 
     def _require_usable(self, source: int) -> None:
-        for factory in self._data_sets:
+        for factory in self._measured:
             if factory.subflavors[SOURCE] == source:
                 every = range(factory.count)
                 records = [n for n in every if isinstance(factory.sizes[n], Size)]
@@ -523,11 +523,11 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
 
     def require_usable(self) -> None:
         """Raise BadInput if a measured data set has no usable sample."""
-        for number, factory in enumerate(self._data_sets):
+        for number, factory in enumerate(self._measured):
             used = range(factory.count)
-            if self.parts:  # those of tars are not read by number
-                start = self.parts[number].first
-                used = range(start, start + len(self.parts[number]))
+            if self.data_sets:  # those of tars are not read by number
+                start = self.data_sets[number].first
+                used = range(start, start + len(self.data_sets[number]))
             if any(isinstance(factory.sizes[index], Size) for index in used):
                 continue
             flaw: Any = factory.sizes[used[0]]
@@ -580,12 +580,12 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
                 raise error(sample.size.reason)
         return sample
 
-    def read_and_plan(self, part: NumberedSamples, raw: RawSampleData) -> Any:
+    def read_and_plan(self, samples: NumberedSamples, raw: RawSampleData) -> Any:
         """Return the stub of a sample."""
         if not raw.data:
             empty = dict.fromkeys(("__key__", "__restore_key__"), "")
             return MeasuredSample(**empty, data_set=0, index=0, size=NOTHING)
-        return super().read_and_plan(part, raw)
+        return super().read_and_plan(samples, raw)
 
     def build_batch(self, dataset: Any, **options: Any) -> Any:
         """Build the packing of tars, of which each worker reads shards of its own."""
@@ -629,8 +629,8 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
             count, carried = count + len(rows) * ranks, len(waiting)
 
         for place in places:
-            part, number = order[place]
-            size = self._data_sets[part].sizes[self.parts[part].first + number]
+            data_set, number = order[place]
+            size = self._measured[data_set].sizes[self.data_sets[data_set].first + number]
             if isinstance(size, Unusable):
                 continue
             # The first sample of an epoch ends the packs of the one before.
@@ -670,7 +670,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         """Read, tokenise and decode a sample."""
         if sample.size == NOTHING:
             raise SkipSample
-        factory = self._data_sets[sample.data_set]
+        factory = self._measured[sample.data_set]
         with self.guard.skip_bad_samples(sample):
             crude = factory.read_sample(sample.index)
             raw = self.preparation.raw(crude)

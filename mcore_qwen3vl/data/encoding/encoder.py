@@ -111,7 +111,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, PlannedRecord, Batch, Batch]):
         self.cookers = (Cooker(self.cook),)
         self._pad_id = processor.tokenizer.pad_token_id
         self._batcher = Batcher(architecture, config, self._pad_id, self.preparation.scale)
-        self.parts: Sequence[NumberedSamples] = ()
+        self.data_sets: Sequence[NumberedSamples] = ()
         """The data sets, whose records can be read by number."""
         self._carrier: PlannedRecord | None = None
         self._tried: set[int] = set()
@@ -186,25 +186,26 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, PlannedRecord, Batch, Batch]):
     def read_block(self, block: Block) -> Batch:
         """Read the records of a micro-batch; those that cannot be used leave it smaller."""
         records = []
-        for part, number in block.records:
+        for data_set, number in block.records:
             with suppress(SkipSample):
-                records.append(self._read_record(part, number))
+                records.append(self._read_record(data_set, number))
         return self.batch(records)
 
-    def _read_record(self, part: int, number: int) -> PlannedRecord:
+    def _read_record(self, data_set: int, number: int) -> PlannedRecord:
         """Read and decode one record; raise SkipSample if it cannot be used."""
-        of = self.parts[part]
-        record: PlannedRecord = self.postencode_sample(self.read_and_plan(of, of.raw(number)))
+        samples = self.data_sets[data_set]
+        planned = self.read_and_plan(samples, samples.raw(number))
+        record: PlannedRecord = self.postencode_sample(planned)
         return record
 
-    def read_and_plan(self, part: NumberedSamples, raw: RawSampleData) -> Any:
+    def read_and_plan(self, samples: NumberedSamples, raw: RawSampleData) -> Any:
         """Parse and plan a sample of a data set."""
         try:
-            sample = self.cook(part.crude(raw))
+            sample = self.cook(samples.crude(raw))
         except (SkipSample, BadInput, *SYSTEM_EXCEPTIONS):
             raise
         except Exception as error:  # as in energon's own chain, any exception makes it bad
-            with self._fail_if_source_is_unusable(part.source):
+            with self._fail_if_source_is_unusable(samples.source):
                 self.guard.on_error(error, raw, None)
                 raise SkipSample from error
         return self.preencode_sample(sample)
@@ -226,9 +227,10 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, PlannedRecord, Batch, Batch]):
 
     def _require_usable(self, source: int) -> None:
         """Raise BadInput if a data set of the source has no record that can be used."""
-        for number, part in enumerate(self.parts):
-            if part.source == source:
-                self._try_records(part.path, range(len(part)), partial(self._read_record, number))
+        for data_set, samples in enumerate(self.data_sets):
+            if samples.source == source:
+                read = partial(self._read_record, data_set)
+                self._try_records(samples.path, range(len(samples)), read)
 
     def _try_records(
         self, path: Path, records: Sequence[int], read: Callable[[int], object]
@@ -251,7 +253,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, PlannedRecord, Batch, Batch]):
         """Build the data set of a stream's packs; samples are read as it is iterated."""
 
         def read(raw: RawSampleData) -> Any:
-            sample = self.read_and_plan(stream.part_of(raw), raw)
+            sample = self.read_and_plan(stream.samples_of(raw), raw)
             sample.__restore_key__ = raw.__restore_key__
             return sample
 
@@ -273,11 +275,12 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, PlannedRecord, Batch, Batch]):
                 plans=[spare_plan(self._pad_id)], source=0, name="",
             )  # fmt: skip
         # The first record that can be used is read once, and stands in for all.
-        for part, number in ((p, n) for p, of in enumerate(self.parts) for n in range(len(of))):
+        sizes = map(len, self.data_sets)
+        for data_set, number in ((d, n) for d, size in enumerate(sizes) for n in range(size)):
             if self._carrier is not None:
                 break
             with suppress(SkipSample):
-                self._carrier = self._read_record(part, number)
+                self._carrier = self._read_record(data_set, number)
         assert self._carrier is not None, "each skipped record has looked for another"
         return self._carrier
 
