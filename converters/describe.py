@@ -308,7 +308,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 BASE_BYTES = 2**30
-"""Bytes that the process may use besides the slices that its workers hold."""
+"""Bytes that the process may use besides its workers' slices."""
 
 
 @dataclass(frozen=True)
@@ -465,7 +465,7 @@ def inspect_adapter(path: str | Path, hf_config: str | Path | None = None) -> Ad
 
 
 def base_directory(config: AdapterConfig, hf_config: str | Path | None) -> Path | None:
-    """Return `hf_config`, or else the base that the adapter names, if that is a local directory."""
+    """Return `hf_config`, or else the base named by the adapter, if it is a local directory."""
     if hf_config is not None:
         return Path(hf_config)
     named = config.raw.get("base_model_name_or_path")

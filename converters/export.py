@@ -348,8 +348,8 @@ def export_merged(
     """Export like `export_hf`, with s·B·A added.
 
     This is a collective. The update is added to the gathered tensors, so the model's weights do not
-    change. Within float32 rounding, the result is that of ``lora merge`` with the adapter that
-    ``save_adapter`` writes.
+    change. Within float32 rounding, the result is the same as ``lora merge`` gives with the adapter
+    of ``save_adapter``.
 
     Args:
         targets: the adapted parameters of the whole model, as

@@ -100,8 +100,8 @@ class CheckpointPlace:
 
     Attributes:
         form, kind, refusal: those of the rule; the last names this path.
-        folder: the folder of the weights or of the adapter: of a run, the one that its tracker
-            names, which may be missing; for `Kind.ELSEWHERE`, the one to name instead.
+        folder: the folder of the weights or of the adapter. Of a run it is the folder that its
+            tracker names; this may be missing. For `Kind.ELSEWHERE` it is the one to name instead.
         hf: the folder with the model's ``config.json`` and the files beside it, or that file if
             `path` is one; None if there is none.
         iteration: that of `folder`, or `RELEASE`; None if the folder's name does not tell.
@@ -366,7 +366,7 @@ def _tracked_folder(path: Path) -> Path | None:
     if not (path / TRACKER).is_file() or _newest_verl_step(path) != path:
         return None
     newest = _tracked_iteration(path)
-    # A tracker that cannot be read still makes a run, whose flaw `identify` notes.
+    # An unreadable tracker still makes a run; `identify` notes the flaw.
     folder = path if newest is None else path / folder_name(newest)
     only_beside = newest is not None and not _format_in(folder) and _finder_of(SINGLE, INDEX)(path)
     return None if only_beside else folder

@@ -379,7 +379,7 @@ def check_run(folder: Path, args: Namespace) -> None:
     """Check that the legacy checkpoint in `folder` is for the run that `args` describe.
 
     Megatron itself exits with code 0 if a rank's file is missing. A virtual stage that is missing
-    from the file keeps its random values, and so do parameters that another spec names differently.
+    from the file keeps its random values. So do parameters with another name in another spec.
 
     Raises:
         BadInput: the checkpoint is for another layout or layer spec (the message names both

@@ -309,7 +309,7 @@ def factor_parts(models: Models, values: Values = weight) -> Iterator[Overlap]:
     """Yield every local factor, cut into parts of PEFT's tensors.
 
     Yields:
-        Parts whose `name` is that of the Hugging Face parameter and the factor, as in
+        Parts, each with the Hugging Face parameter and the factor as its `name`, as in
         ``model.language_model.layers.0.self_attn.q_proj.weight.lora_A``. The box of a part refers
         to PEFT's tensor: for experts (E * r, in) or (out, r * E).
     """

@@ -205,7 +205,7 @@ class MegatronCheckpoint(ABC):
 
 
 def wrong_shape_error(folder: Path, key: str, stored: Shape, wanted: Shape) -> BadInput:
-    """Return the error for a tensor that does not have the shape that the config gives it."""
+    """Return the error for a tensor of another shape than the config gives it."""
     return BadInput(
         f"{folder}: tensor {key} has shape {list(stored)}, but the Hugging Face config makes it "
         f"{list(wanted)}. They are different models."

@@ -2,9 +2,9 @@
 
 ``.metadata`` of a ``torch_dist`` checkpoint is a pickle of torch classes. :func:`loads_metadata`
 never builds those classes: it replaces the few expected names with inert records and refuses every
-other name. So a hostile file cannot run code, and a file of a newer torch, whose classes have more
-fields, can still be read. :class:`MetadataPickler` writes only the fields that the oldest supported
-torch knows. :func:`guard_reads` holds the calls of torch and Megatron to the same rules.
+other name. So a hostile file cannot run code. A file of a newer torch can still be read, although
+its classes have more fields. :class:`MetadataPickler` writes only the fields that the oldest
+supported torch knows. :func:`guard_reads` holds the calls of torch and Megatron to the same rules.
 
 Only the guard and the pickler import torch's classes, which takes almost as long as torch itself.
 """
@@ -111,8 +111,8 @@ _FIELDS = 5
 def _keep_to_old_fields() -> None:
     """Remove ``strides`` from torch's ``TensorProperties``; torch 2.15 adds but never reads it.
 
-    megatron-core 0.19 passes all fields to ``torch.empty``, which has no such argument, and torch
-    before 2.15 cannot read a file that has the field.
+    megatron-core 0.19 passes all fields to ``torch.empty``, which has no such argument. torch
+    before 2.15 cannot read a file with the field.
     """
     from torch.distributed.checkpoint.metadata import TensorProperties
 
@@ -140,7 +140,7 @@ class _GuardedPickle:
 
 
 class _Admitting(pickle.Unpickler):
-    """An unpickler that builds torch's own classes, but only those that `_Unpickler` admits."""
+    """An unpickler of torch's own classes, but only of those that `_Unpickler` admits."""
 
     def find_class(self, module: str, name: str) -> Any:
         _stand_in_of(module, name)  # raises Refused for what is not admitted
@@ -148,7 +148,7 @@ class _Admitting(pickle.Unpickler):
 
 
 class MetadataPickler(pickle.Pickler):
-    """A pickler that writes ``TensorProperties`` with the fields that every torch reads."""
+    """A pickler that writes ``TensorProperties`` with the fields known to every torch."""
 
     def reducer_override(self, obj: Any) -> Any:
         from torch.distributed.checkpoint import metadata as dcp

@@ -94,7 +94,7 @@ class Adapter:
     Attributes:
         factors: factors by Hugging Face parameter, in the canonical roles.
         saved: whole parameters in the adapter, by name; experts in the layout of transformers 5.
-            A parameter that also has factors is the base weight that their product is added to.
+            If a parameter also has factors, it is the base weight for adding their product.
         labels: labels of the classifier's head among `saved`; None: it has no such head.
     """
 
@@ -302,8 +302,7 @@ def read_adapter(path: str | Path, hf_config: HFConfig, *, roles: Roles | None =
     Raises:
         BadInput: a file is missing or damaged, or is a pickle; the config asks for something that
             is not supported; a tensor is missing, is not part of the adapter, has the wrong shape
-            or dtype, or holds a value that is not finite; or the roles of expert factors are
-            ambiguous.
+            or dtype, or holds a non-finite value; or the roles of expert factors are ambiguous.
     """
     path = Path(path)
     config = AdapterConfig.from_file(path)

@@ -61,7 +61,7 @@ UNSUPPORTED = {
     "velora_config": "VeLoRA",
     "monteclora_config": "MonteCLoRA",
 }
-"""Fields that must be absent or false, and the feature that each asks for."""
+"""Fields that must be absent or false, each with the feature it asks for."""
 
 _OTHERS = Fields(
     ADAPTER_CONFIG,
@@ -315,7 +315,7 @@ class Targets(NamedTuple):
 def preset_targets(name: str, architecture: Architecture) -> Targets:
     """Return PEFT's names for a preset.
 
-    Parts that the model lacks are not named, since a target that matches nothing is an error.
+    The names leave out parts that the model lacks, since a target without a match is an error.
     """
     if name not in get_args(Preset):
         raise BadInput(f"{name!r} is not one of {', '.join(get_args(Preset))}.")
@@ -411,9 +411,8 @@ def apply_with_peft(
 
     Args:
         hf_config: config of the model; without names of labels, a classifier has one label.
-        linear_router: whether to accept a router that is named as in transformers 4.57, which
-            existing files may have but PEFT refuses (see
-            `AdapterConfig.with_router_as_parameter`).
+        linear_router: whether to accept a router named as in transformers 4.57. Existing files may
+            have this name, but PEFT refuses it (see `AdapterConfig.with_router_as_parameter`).
 
     Raises:
         BadInput: PEFT is not installed or refuses the config; the config adapts something that is

@@ -76,8 +76,8 @@ def plan_merge(
 
     Args:
         dtype, max_shard_size, expert_layout: see `to_hf.plan_mcore_to_hf`. The default layout is
-            "published" for MoE, since vLLM reads no other, and "source" for dense models; of
-            Qwen3.5, whose one fused layout is that of "v5", vLLM reads this.
+            "published" for MoE, since vLLM reads no other, and "source" for dense models. The one
+            fused layout of Qwen3.5 is "v5", and vLLM reads it.
         roles: roles of the factors of fused experts; needed if their shapes do not tell.
 
     Raises:

@@ -72,9 +72,8 @@ class HuggingFaceCheckpoint:
 
     Raises:
         BadInput: there are no safetensors files; a file is cut short or not safetensors; the index
-            names a file that is absent or in another directory, or disagrees with the files; or
-            the quantisation is of a kind that is not understood (see
-            `quantized.declared_quantization`).
+            names a file that is absent or in another directory, or disagrees with the files; or the
+            quantisation is of an unknown kind (see `quantized.declared_quantization`).
     """
 
     def __init__(self, path: Path) -> None:
@@ -181,7 +180,7 @@ class HuggingFaceCheckpoint:
             self._require_tied_copy()
 
     def _require_tied_copy(self) -> None:
-        """Refuse a stored head that is not the embedding to which the config ties it."""
+        """Refuse a stored head that differs from the embedding although the config ties them."""
         head = self.read_stored(forms.LM_HEAD)
         embedding = self.read_stored(forms.INPUT_EMBEDDING)
         # Bits are compared, since NaN is not equal to itself. Both are views of the file, and the
@@ -294,8 +293,8 @@ _AS_MISTRAL = (
 def _files_without_index(path: Path) -> list[str]:
     """Return the files of a checkpoint that has no index: one, and those with `MTP` alone.
 
-    vLLM reads every file. transformers reads the one, and of no file the layers that predict a
-    further token, whose model it does not have.
+    vLLM reads every file. transformers reads the one, and no MTP layers from any file, because it
+    has no model of them.
     """
     first = _only_file(path)
     others = (file for file in path.glob("*.safetensors") if file.name != first)

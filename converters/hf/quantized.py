@@ -46,7 +46,7 @@ UNDERSTOOD = {
 """Accepted values in ``quantization_config``; the first two fields are required."""
 
 SKIPPED = ("modules_to_not_convert", "ignored_layers")
-"""Fields of ``quantization_config`` that list modules which are not quantised."""
+"""Fields of ``quantization_config`` that list unquantised modules."""
 
 FIELDS = Fields(
     "quantization_config of config.json",

@@ -95,7 +95,7 @@ class Dialect:
         vision: prefix of the vision tower's keys.
         sign: start of keys that no other dialect has.
         modules: the modules whose keys differ by more than the prefix; the first that fits counts.
-        stateful: starts of the modules of the vision tower that have an ``_extra_state``, which are
+        stateful: starts of the modules of the vision tower with an ``_extra_state``; they are
             Transformer Engine's.
         delta_nets: how models with gated delta nets are stored; None if that is not known.
         unwritten: why checkpoints are not written in it; empty if they are.
@@ -302,8 +302,8 @@ def hybrid_key(key: str) -> str:
 def keys_of_pairs(folder: Path, keys: Iterable[str], prefix: str) -> dict[str, str]:
     """Return the keys of the ``HybridModel`` in `folder` by those that a ``GPTModel`` would have.
 
-    The i-th layer that holds attention, and the i-th that holds an MLP or MoE, are layer i. These
-    are two layers of the hybrid, or one that is a group in its pattern, as in ``[*E]``.
+    The i-th layer with attention, and the i-th with an MLP or MoE, are layer i. These are two
+    layers of the hybrid, or one that is a group in its pattern, as in ``[*E]``.
 
     Args:
         prefix: of the language model's keys.

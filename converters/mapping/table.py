@@ -1,10 +1,11 @@
 """The table: which Hugging Face tensors make which Megatron-Core tensor, and how.
 
 Offline conversion, live load, export, verification and inspection all read it; there is no second
-mapping. mcore names are the keys of ``sharded_state_dict()`` with Transformer Engine's names, which
-megatron-core also writes to a ``torch_dist`` checkpoint: layers that are alike are stacked on the
-first axis, and experts on the next. A row is one piece of such a tensor: one layer, or one expert
-of one layer. An HF tensor may make several mcore tensors, which then have a part of its rows each.
+mapping. mcore names are the keys of ``sharded_state_dict()`` with Transformer Engine's names.
+megatron-core also writes these keys to a ``torch_dist`` checkpoint: layers that are alike are
+stacked on the first axis, and experts on the next. A row is one piece of such a tensor: one layer,
+or one expert of one layer. An HF tensor may make several mcore tensors, which then have a part of
+its rows each.
 
 The `Rearrangement` of a row says how, and has an exact inverse.
 """

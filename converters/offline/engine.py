@@ -233,7 +233,7 @@ class PartResult:
 
 
 class Interrupted(BadInput):
-    """A conversion that could not read or write a file, and that the same command continues."""
+    """A conversion that could not read or write a file; the same command continues it."""
 
 
 class Writing(TypedDict, total=False):
@@ -307,8 +307,7 @@ def write_part(
 
     Parts run at once or one after another, in any order and on any machines that see `dst` under
     the same path. No two of them write to the same file. The arguments and errors are those of
-    `write`. A part that was killed or failed goes on when it is started again; one that is done
-    does nothing.
+    `write`. A killed or failed part goes on when it is started again; a finished part does nothing.
 
     Raises:
         BadInput: as for `write`; or parts of other work are there, or this part is being done.
@@ -454,7 +453,7 @@ def plan_and_write(
 
 
 def _kept(plan: ConversionPlan, stage: Staging) -> set[str]:
-    """Return the units that are finished, and whose files are still there."""
+    """Return the finished units whose files are still there."""
     kept = set()
     for unit in plan.units:
         file = plan.conversion.file(unit, stage.tree)

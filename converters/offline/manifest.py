@@ -4,8 +4,8 @@ Checksums are of the Hugging Face tensors, as the conversion read them and after
 converted checkpoint can be checked later without its source (`verify manifest`), and anyone can
 check a Hugging Face checkpoint against the manifest with a few lines of code. A checksum covers one
 tensor's bytes in row-major order, little-endian. A tensor that is moved in pieces has one checksum
-per piece, in order: fused experts one per expert, and a tensor that makes several mcore tensors one
-for each part of its rows, which ``rows`` lists.
+per piece, in order. Fused experts have one per expert. A tensor of several mcore tensors has one
+for each part of its rows, as ``rows`` lists them.
 """
 
 from __future__ import annotations

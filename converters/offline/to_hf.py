@@ -416,8 +416,8 @@ def plan_hf_to_hf(
 
     Args:
         dtype, max_shard_size, expert_layout: see `plan_mcore_to_hf`.
-        vocab_size: number of rows that embedding and head are to have; each row that is added is
-            the mean of those that were there. Default: as many as there are.
+        vocab_size: number of rows that embedding and head are to have; each added row is the mean
+            of the stored ones. Default: as many as there are.
 
     Raises:
         BadInput: the input cannot be converted exactly with these options.
@@ -466,8 +466,8 @@ def stream_copy(
 ) -> Iterator[Tensor]:
     """Yield HF piece `number` of `row` as `dtype`, read from the tensor of that name; see `Stream`.
 
-    `swapped` says whether to swap the last two axes of fused experts. Rows that the checkpoint does
-    not have are the mean of those that it has.
+    `swapped` says whether to swap the last two axes of fused experts. Rows missing from the
+    checkpoint are the mean of its rows.
     """
     source = row.sources[number]
     if source.index is not None:

@@ -251,8 +251,8 @@ def plan_hf_to_mcore(
             "torch" (legacy) under one only.
         layout: the parallel sizes, for a format that is written for one layout. Its TP replaces
             `tp` in the padding; CP, DP and SP do not matter. Default: one rank.
-        spec: the layer spec whose parameter names are written, for a format that is written for
-            one layout: "te" (the default) or "torch".
+        spec: the layer spec for the parameter names, for a format that is written for one layout:
+            "te" (the default) or "torch".
         dialect: the project whose keys are written, "megatron-bridge" or "ms-swift"; or "hybrid",
             for those of Megatron-Core's ``HybridModel``. Default: this project's own.
 

@@ -218,7 +218,7 @@ def write_archive(
 
 
 CHECKED_BYTES = 2**24
-"""Data that is checked at a time, between which other threads read and write."""
+"""Bytes that are checked at a time; other threads read and write in between."""
 
 
 class Sums:
@@ -455,8 +455,8 @@ class TensorUnpickler(RestrictedUnpickler):
         """Read a pickle of at most `largest` bytes.
 
         Args:
-            stand_ins: classes that are used in place of those that the pickle names, by module and
-                name; nothing of that module is imported.
+            stand_ins: classes to use in place of the pickle's classes, by module and name; nothing
+                of that module is imported.
         """
         super().__init__(archive.read_small("data.pkl", largest))
         self._archive, self._stand_ins = archive, stand_ins or {}

@@ -1,6 +1,6 @@
 """Write large files with direct I/O, and read mapped files without a fatal signal.
 
-A buffered write fills pages that nothing reads again and that evict useful ones. With direct I/O,
+A buffered write fills pages that nothing reads again, and evicts useful ones. With direct I/O,
 writing takes a third of the time, and converting 2.1 GB takes 3 s less of processor time.
 
 Whole blocks are written directly from an aligned buffer. The bytes before the first and after the

@@ -5,7 +5,7 @@ records each finished unit of work. The target appears by one rename. A run that
 of an interrupted run with the same plan continues from its journal; remains of another plan are
 deleted. What the target replaces waits in ``replaced`` while the new one is renamed.
 
-A run that was killed or failed while it published left one of two states, which the next one puts
+A run that was killed or failed while it published left one of two states. The next run puts this
 right before anything else. If ``tree`` is still there and the target is not, ``replaced`` is put
 back. If ``tree`` has become the target, what is left of ``replaced`` is deleted.
 """
@@ -249,7 +249,7 @@ def work_folder(target: Path) -> Path:
 
 
 def targets_of_remains(folder: Path) -> list[Path]:
-    """Return the targets in `folder`, of names that are not cut, on which killed runs left work."""
+    """Return the targets in `folder`, of uncut names, on which killed runs left work."""
     left = folder.glob(f".*{_SUFFIX}")
     return [folder / f.name.removeprefix(".").removesuffix(_SUFFIX) for f in left if f.is_dir()]
 
