@@ -7,8 +7,8 @@
 Every data worker of every rank divides the samples of all ranks. The time is processor time of one
 division of ``--buffer`` samples a rank, the least of three, without measuring or reading them; a
 pack's is that of one pack of one rank. The ranks wait for the most expensive pack of a row:
-``mean`` is the time of all rows over that of perfect balance, ``worst`` that of one row. It prints
-a table of Markdown.
+``mean`` is the time of all rows over the time of perfect balance, and ``worst`` is the same for one
+row. It prints a table of Markdown.
 
 Lengths are drawn anew, the same each time, up to the length of a pack:
 

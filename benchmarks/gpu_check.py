@@ -640,7 +640,7 @@ class Conductor:
         part.mark = f"GPU_CHECK_PART={os.getpid()}-{now}-{len(self._running)}"
         environment = {**os.environ, **part.environment, **dict([part.mark.split("=")])}
         name = self._out / file_name(part.name)
-        # No pipes, which do not end while any process that was started holds them.
+        # No pipes: a pipe does not end while any started process holds it.
         with name.with_suffix(".log").open("wb") as log, name.with_suffix(".out").open("wb") as out:
             part.process = subprocess.Popen(part.command, stdout=out, stderr=log, env=environment)
         if part.measures and (smi := shutil.which("nvidia-smi")):

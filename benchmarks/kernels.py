@@ -218,8 +218,8 @@ def _make_attention() -> Any:
 def measure_rates(file: Path, kind: str, device: str) -> int:
     """Measure what the model of time takes for constants of a GPU and its host.
 
-    The file is what ``rehearse --constants`` reads. Exit code 1: a result is not that of float32,
-    or a constant is none that can be; then there is no file.
+    The file is what ``rehearse --constants`` reads. Exit code 1: a result differs from float32's,
+    or a constant is impossible; then there is no file.
     """
     from mcore_qwen3vl.rehearsal.step_time import Constants
 

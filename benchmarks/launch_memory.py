@@ -58,8 +58,8 @@ class Recipe:
 
     It trains through megatron-core and Transformer Engine. Recipes of text models are rehearsed
     with the Qwen3-VL of that size, whose language model has the same shape, and with a frozen
-    tower. Our rehearsals differ in the head, which works in chunks, and in the data, which are made
-    up and half images.
+    tower. Our rehearsals differ in the head, which works in chunks, and in the data: they are made
+    up, and half images.
     """
 
     source: str  # in github.com/modelscope/ms-swift
@@ -133,7 +133,7 @@ def main() -> int:
 
 
 def compare_with_published(names: Iterable[str]) -> None:
-    """Print a table of the memory that recipes are said to take, and that they take here."""
+    """Print a table of the recipes' memory, as published and as rehearsed here."""
     options = Options(GPUS["h200-141gb"])  # so that all of them fit
     columns = ("recipe", "source", "published", "rehearsed", "of it held")
     table = console.table("GiB of a GPU", *columns)

@@ -1,9 +1,9 @@
 """``verify parity`` of a published size with random weights: errors, memory and time.
 
 Each layout is compared in a process of its own. The memory is the largest sum, over this process
-and its ranks, of proportional set sizes (/proc/PID/smaps_rollup, twice a second), in which a page
-that several processes share counts once: that of all pages, and that of anonymous pages, which the
-system cannot drop. Peaks of single processes are not added up.
+and its ranks, of proportional set sizes (/proc/PID/smaps_rollup, twice a second). A page that
+several processes share counts once. There are two such sums: of all pages, and of anonymous pages,
+which the system cannot drop. Peaks of single processes are not added up.
 
     python benchmarks/parity.py 2b [--layouts single,tp2+sp,pp2,cp2] [--planted]
     python benchmarks/parity.py 8b --formula    # what it would take, without running anything

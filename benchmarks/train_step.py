@@ -9,7 +9,7 @@ samples with random weights. Each runs in a process of its own, so that neither'
 the other. On CUDA both compute in bfloat16 and keep float32 main weights and gradients: ours as
 Megatron does, Hugging Face's as `Trainer` does with ``bf16=True`` (autocast over float32 weights).
 ``--hf-weights bf16`` is Hugging Face's step without main weights, which saves memory but costs
-precision. Hugging Face packs by position ids that restart, with FlashAttention 2 if installed, else
+precision. Hugging Face packs by restarting position ids, with FlashAttention 2 if installed, else
 with SDPA under the block mask that it derives from them. On the CPU everything is float32. Times
 are medians.
 """

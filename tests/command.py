@@ -17,5 +17,5 @@ def exit_code(*words: object) -> int | str:
 
 
 def without_version(printed: str) -> str:
-    """Remove the line that names another Megatron, which stands first on PYTHONPATH."""
+    """Remove the line about another Megatron, which stands first on PYTHONPATH."""
     return re.sub(r"(?m)^warning: megatron-core \S+ is installed, .*\n", "", printed)

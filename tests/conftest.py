@@ -57,7 +57,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _own_safe_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo what a command that ran in this process does to the processes that later tests start."""
+    """Undo what a command in this process does to the processes of later tests."""
     monkeypatch.setenv(VARIABLE, "1")  # what is set first is undone last
     monkeypatch.delenv(VARIABLE)
 
@@ -104,7 +104,7 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Handle SIGINT, which a suite that a shell runs in the background would ignore."""
+    """Handle SIGINT: a suite in the background of a shell would ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

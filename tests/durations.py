@@ -1,7 +1,7 @@
 """The longest files of tests run first, so that no worker ends late with one.
 
-``--record-durations`` writes the seconds of every file that ran to ``tests/durations.json``; files
-that did not run keep theirs, and those that are gone or short are left out.
+``--record-durations`` writes the seconds of every file that ran to ``tests/durations.json``. Files
+that did not run keep theirs; removed and short files are left out.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ PATIENCE = 15.0
 """Seconds after the end until nothing may be left. PyTorch's data workers look for their parent
 every five seconds; everything else ends within one, on a machine that is not busy."""
 
-START = 300.0  # seconds that a command may take until the moment at which it is ended
+START = 300.0  # seconds that a command may take until a test ends it
 
 Ending = Callable[[subprocess.Popen[bytes]], None]
 

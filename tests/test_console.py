@@ -88,7 +88,7 @@ def test_a_closed_stream_changes_nothing(closed: str, tmp_path: Path) -> None:
 
 
 HOSTILE = "[red]a[/red]\x1b[2J<script>"
-"""A name that a file or a record may have, and that no terminal or browser may obey."""
+"""A name that a file or a record may have; no terminal or browser may obey it."""
 
 
 def print_hostile(shown: Any) -> None:

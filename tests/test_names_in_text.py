@@ -49,8 +49,8 @@ def _set_in_init(owner: ast.ClassDef, before: str) -> Iterator[str]:
 def exists(name: str, source: Path) -> bool:
     """Return whether a role's name, in a docstring of `source`, names something.
 
-    A name that begins with a dot is looked for everywhere, with or without its module before it;
-    another one is of its module, which defines or imports it, or it is of another package.
+    A name that begins with a dot is looked for everywhere, with or without its module before it.
+    Another name is one that its module defines or imports, or it is of another package.
     """
     if name.startswith("mcore_qwen3vl."):
         return _is_importable(name)

@@ -1,4 +1,4 @@
-"""Nothing that lies in the current folder is imported by a command or a process that it starts."""
+"""A command and the processes it starts import nothing that lies in the current folder."""
 
 from __future__ import annotations
 

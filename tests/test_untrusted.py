@@ -162,7 +162,7 @@ def test_no_text_of_a_megatron_checkpoint_that_fills_the_memory(
 
 @pytest.mark.parametrize("name", ["", "tree", "journal", "lock", "replaced"])
 def test_no_link_where_a_conversion_works(name: str, dense: Path, tmp_path: Path) -> None:
-    """A folder that was downloaded may hold the remains of a conversion, which lead elsewhere."""
+    """A downloaded folder may hold the remains of a conversion, which lead elsewhere."""
     work, kept = tmp_path / ".out.incomplete", tmp_path / "kept"
     if name == "journal":
         kept.write_text("kept")

@@ -1,10 +1,10 @@
 """Which tests run a file: ``make tests-of FILE=mcore_qwen3vl/data/parts.py``.
 
-``make test-contexts`` runs the suite with this module as a plugin, which notes each file of ours of
-which a test calls a function: in pytest's process, in ranks that it forks, and in commands that it
-starts. The interpreter tells it (:mod:`sys.monitoring`), so that code of others costs nothing after
-its first call. Work that tests share counts for the first one alone: what a fixture of the session
-makes, and what a process does that outlives the test that started it.
+``make test-contexts`` runs the suite with this module as a plugin. The plugin notes each file of
+ours if a test calls a function of it: in pytest's process, in its forked ranks, and in commands
+that it starts. The interpreter tells it (:mod:`sys.monitoring`), so that code of others costs
+nothing after its first call. Work that tests share counts for the first one alone: what a fixture
+of the session makes, and what a process does after the end of its test.
 """
 
 from __future__ import annotations

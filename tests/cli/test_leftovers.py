@@ -19,7 +19,7 @@ TWO_RANKS = ("--cpu", "--tp", "2")
 
 @dataclass(frozen=True)
 class Files:
-    """The files that commands read, and the folder that they write."""
+    """The files that commands read, and the folder they write."""
 
     model: Path
     data: Path
@@ -37,7 +37,7 @@ def ranks_work(_: Files, temporary: Path) -> bool:
 
 @dataclass(frozen=True)
 class Command:
-    """A command that runs long, and flags that make it short.
+    """A long command, and flags that make it short.
 
     Attributes:
         words: a function that makes its words from the files.

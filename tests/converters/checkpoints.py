@@ -60,7 +60,7 @@ HYBRID_CASES: dict[str, dict[str, Any]] = {
 
 
 class Call:
-    """An object that is pickled as a call, which whoever loads it runs."""
+    """An object pickled as a call: whoever loads the pickle runs the call."""
 
     def __init__(self, function: Any, *args: Any) -> None:
         self.function, self.args = function, args

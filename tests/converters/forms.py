@@ -143,8 +143,8 @@ class FormCase:
         make: ``make(source, target)`` writes it.
         record: what differs of the record from that of transformers' own form.
         says: in the notes of a conversion; None: it has no note.
-        load: transformers' class that loads it, and the arguments that it needs; None: whatever
-            it is, the class initialises a head for it.
+        load: transformers' class to load it, and the arguments of the class; None: whatever it is,
+            the class initialises a head for it.
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""A script that lists the checkpoint keys of the ``te`` spec, whose modules run on the CPU here.
+"""A script to list the checkpoint keys of the ``te`` spec, whose modules run on the CPU here.
 
 In the environment of ``make test-te`` (:mod:`tests.model.te.device`)::
 

@@ -23,7 +23,7 @@ SYMBOLS = {
     "megatron.energon.savable_loader.SavableDataLoader.save_state_rank": "(self)",
     "megatron.energon.savable_loader.SavableDataLoader.restore_state_rank": "(self, state)",
 }
-"""Functions that we override or call, with the arguments of the energon that the tests run with."""
+"""Functions that we override or call, with their arguments in the tests' energon."""
 ATTRIBUTES = {
     "megatron.energon.wrappers.packing_dataset.PackingDataset": (
         *("_savable_fields", "_reading_buffer", "_pre_packing_buffer", "_pre_packing_lengths"),

@@ -1,4 +1,4 @@
-"""Samples of a tar that would replace one another, and a tar that its index does not fit."""
+"""Samples of a tar that would replace one another, and a tar with a wrong index."""
 
 from __future__ import annotations
 

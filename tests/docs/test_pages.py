@@ -178,7 +178,7 @@ def test_the_api_reference_has_every_function_of_the_package():
 
 
 def test_references_in_docstrings_lead_into_the_reference():
-    """As the site's build asks, which needs packages that the tests do not install."""
+    """As the site's build asks: the build needs packages that the tests do not install."""
     role = run_path(str(ROOT / "docs" / "hooks.py"))["ROLE"]
     shown = {
         line.removeprefix("::: ")

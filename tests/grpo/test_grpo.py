@@ -236,8 +236,8 @@ def probabilities(model: Any, path: Path, rows: list[dict[str, Any]]) -> tuple[T
     """Return what a model, with the processor of `path`, says of the answers to n prompts.
 
     Returns:
-        The answers' probabilities (n, answers), in float64, and that of all tokens that VERL does
-        not forbid (n, 1).
+        The answers' probabilities (n, answers), in float64, and the probability of all tokens that
+        VERL does not forbid (n, 1).
     """
     processor = AutoProcessor.from_pretrained(path)
     tokens = processor.tokenizer.convert_tokens_to_ids

@@ -13,7 +13,7 @@ from mcore_qwen3vl.verification.parity.matrix import ACCUMULATED, Matrix, row
 from tests.kernels.interpreted import run_interpreted
 
 ROWS = {
-    # Norms around zero, whose outputs are recomputed, and gradients that products add up.
+    # Norms around zero with recomputed outputs, and gradients that products add up.
     "qwen3.5, TP 2 with SP": row("qwen3.5", "tp2+sp", "packed", **ACCUMULATED),
     "MoE": row("moe", "single", "packed"),
     "MoE, EP 2": row("moe", "ep2xdp2", "packed"),

@@ -39,7 +39,7 @@ def wait(record):
         time.sleep(0.1)
     return record
 """
-"""A hook for records that says in which process it is, and waits until a worker was killed."""
+"""A hook for records: it says in which process it is, and waits until a worker was killed."""
 
 
 def program(command: Sequence[object], *, merges: bool) -> str:

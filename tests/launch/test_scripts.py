@@ -165,7 +165,7 @@ esac
 
 @pytest.fixture
 def sbatch(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Return a function that submits a script to a simulated Slurm, which runs it at once.
+    """Return a function to submit a script to a simulated Slurm, which runs it at once.
 
     It runs from another folder than the script's.
     """

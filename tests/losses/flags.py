@@ -1,4 +1,4 @@
-"""Settings of a run that the flags of a loss give, and flags that many tests use."""
+"""Settings of a run from the flags of a loss, and flags that many tests use."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A reference that is not the policy, which at the first step would be 0 apart."""
+    """A reference other than the policy: the policy would be 0 apart at the first step."""
     return write_tiny_checkpoint(tmp_path_factory.mktemp("other"), seed=3)
 
 

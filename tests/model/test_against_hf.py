@@ -51,7 +51,7 @@ def left(reference: Reference, dp: int) -> Batches:
 
 
 def tail(reference: Reference, dp: int) -> Batches:
-    """Make packs whose samples are padded as CP requires and whose tail is padding."""
+    """Make packs with padding at the tail and, as CP requires, in each sample."""
     made = samples(reference, 29, 13, 24, 29)
     a = reference.architecture
     return made, [[packed(a, made[:3], 8, tail=16), packed(a, made[3:], 8, tail=56)]]

@@ -243,7 +243,7 @@ class _Storages(TorchDispatchMode):
         return result
 
     def kept(self, *outside: Tensor) -> int:
-        """Return the bytes that are still alive, without those of tensors that are known."""
+        """Return the bytes that are still alive, without those of the tensors `outside`."""
         gc.collect()
         known = {tensor.untyped_storage()._cdata for tensor in outside}
         made = self.made.items()

@@ -88,7 +88,7 @@ def own_parts(folder: Path) -> dict[str, Any]:
 
 
 def processes_after_training(flags: list[str]) -> list[str]:
-    """Train, and return the processes that this one has started and that still run."""
+    """Train, and return the child processes that still run."""
     from mcore_qwen3vl.rehearsal.rank import main
 
     main(flags)

@@ -30,7 +30,7 @@ def test_the_modules_of_libraries_exist() -> None:
 
 
 def frame_of(function: Callable[..., Any], word: str) -> dict[str, Any]:
-    """Return the frame in which `function` runs its first line that has `word`."""
+    """Return the frame in which `function` runs its first line with `word`."""
     lines, first = inspect.getsourcelines(function)
     at = next(i for i, line in enumerate(lines) if word in line)
     file = inspect.getsourcefile(function)

@@ -220,7 +220,7 @@ def test_losses_of_data_sets_stay_on_the_device_until_they_are_logged(
     parts = [str(write_half_images(tmp_path / name, 4, **size)) for name in ("a", "b")]
 
     def syncs(*data: str) -> list[int]:
-        """Return the host syncs of an iteration that is not logged, and of one that is."""
+        """Return the host syncs of an unlogged iteration, and of a logged one."""
         four = ("--micro-batch-size", "4", "--train-iters", "4", "--log-interval", "4")
         folder = tmp_path / str(len(data))
         report = _tiny_rank(workbench, folder, 0, *four, "--data-path", *data)

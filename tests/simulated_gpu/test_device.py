@@ -213,7 +213,7 @@ OF_OTHER_VERSIONS = {
 
 @pytest.mark.parametrize("name", ["libc10_cuda.so", "libtorch_cuda.so", "libtorch_python.so"])
 def test_canary_every_cuda_function_that_torch_needs_is_replaced(name: str, ours: set[str]) -> None:
-    """A function that is not replaced would reach NVIDIA's library, which finds no device."""
+    """An unreplaced function would reach NVIDIA's library, which finds no device."""
     needed = _symbols(_torch_library(name), "--undefined-only")
     prefixes = ("cuda", "__cuda", "cublas", "nvrtc", "nvml")
     needed = {s for s in needed if s.startswith(prefixes) and not s.startswith(NOT_REPLACED)}

@@ -78,7 +78,7 @@ def decoder_layer(number: int, module: str) -> str:
 def weight_fault(
     name: str, kind: str, module: str, change: Callable[[Tensor], Tensor], *, moe: bool = False
 ) -> Fault:
-    """Return a fault that changes the weight of the module that the trace must name."""
+    """Return a fault in a weight; the trace must name the module of the weight."""
     return Fault(name, kind, module, edited(f"{module}.weight", change), moe=moe)
 
 

@@ -42,8 +42,8 @@ class HuggingFace:
     @torch.no_grad()
     def after(self, prompt: Prompt, tokens: list[int]) -> Following:
         """Return what comes after each of `tokens`, which begin with those of the user's turn."""
-        # Where the template thinks by default, an answer that is being asked for begins otherwise
-        # than one that is given, so that only the user's turn is the same in both.
+        # Where the template thinks by default, a requested answer begins otherwise than a given
+        # one, so only the user's turn is the same in both.
         inputs = hugging_face_inputs(
             self.processor, prompt.conversation, add_generation_prompt=False
         )

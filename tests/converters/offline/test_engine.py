@@ -1,4 +1,4 @@
-"""A conversion that is killed, or whose disk fails, continues later to the same bytes."""
+"""A conversion that was killed, or lost its disk, continues later to the same bytes."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def data_ranges(folder: Path) -> dict[str, list[tuple[int, int]]]:
 
 
 def legacy_damage(file: Path) -> Damage:
-    """Return damage outside the tensors' own bytes, which have no checksum that is read."""
+    """Return damage outside the tensors' own bytes: no checksum of it is read."""
     whole = file.read_bytes()
     ranges = []
     with zipfile.ZipFile(file) as archive:

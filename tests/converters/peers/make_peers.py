@@ -29,12 +29,12 @@ empty folder::
 
 Pai-Megatron-Patch's ``distributed_checkpoints_convertor`` ran in an environment of its own: a
 checkout of Pai-Megatron-Patch at commit a098ca5 with the Megatron-LM that it names for Qwen3-VL, at
-commit 6a6cd47, whose package ``tests`` was deleted, torch 2.13, transformers 4.57.6, numpy 1.26,
-accelerate, and transformer-engine 2.20.2 (``--no-deps``). The checkouts of Pai-Megatron-Patch (PAI)
-and Megatron-LM (MEGATRON) come after this one (OURS) on the path. Besides CUDA and Transformer
-Engine's extension, two things were replaced: the process that collects results while Megatron
-saves, which is forked here, and the sizes of the vision tower, which Pai-Megatron-Patch knows for
-the published models only::
+commit 6a6cd47, torch 2.13, transformers 4.57.6, numpy 1.26, accelerate, and transformer-engine
+2.20.2 (``--no-deps``). Megatron-LM's package ``tests`` was deleted. The checkouts of
+Pai-Megatron-Patch (PAI) and Megatron-LM (MEGATRON) come after this one (OURS) on the path. Besides
+CUDA and Transformer Engine's extension, two things were replaced: the process to collect results
+while Megatron saves, which is forked here, and the sizes of the vision tower, because
+Pai-Megatron-Patch knows them for the published models only::
 
     export PYTHONPATH=$OURS:$PAI:$MEGATRON:$PAI/toolkits/distributed_checkpoints_convertor/impl
     $two pai-megatron-patch hf-dense pai-megatron-patch-dense tensor_model_parallel_size=2

@@ -1,6 +1,6 @@
 """A folder has one writer, and is published whole: if that is stopped, what is said is true.
 
-Each stop is in a process of its own, which is killed there or whose system refuses the call.
+Each stop is in a process of its own: the process is killed there, or its system refuses the call.
 """
 
 from __future__ import annotations

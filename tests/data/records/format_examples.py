@@ -1,4 +1,4 @@
-"""Records in each format as its authors document it, the plain chat that it stands for, and records
+"""Records in each format as its authors document it, the plain chat behind each record, and records
 that are not quite right."""
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def test_a_thin_image_is_named(processor: Any, write_jsonl: WriteJsonl, tmp_path
 
 
 def write_cut_video(path: Path, frames: int, cut: int) -> Path:
-    """Write a video whose edit list leaves out its first frames, as a phone that trims it does."""
+    """Write a video whose edit list leaves out its first frames, as a phone does to trim it."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=10)
         stream.height, stream.width, stream.pix_fmt = 32, 48, "yuv420p"

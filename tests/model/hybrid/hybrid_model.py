@@ -88,7 +88,7 @@ class HybridLayer(DeepStackLayer):
 
 
 class Stack(HybridStack):
-    """A ``HybridStack`` whose final norm needs no Transformer Engine, which it would insist on."""
+    """A ``HybridStack`` that does not insist on Transformer Engine for its final norm."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, post_layer_norm=False, **kwargs)
@@ -103,7 +103,7 @@ class _OutsideRecompute(torch.autograd.Function):
     """Passes hidden states on, and in the backward pass fetches the gradient of the features.
 
     Only hidden states are inputs of a recomputed region. Features that its layers find elsewhere
-    are a leaf there, in which every region adds its gradient. When the gradient of the first
+    are a leaf there: every region adds its gradient to the leaf. When the gradient of the first
     region's input comes back, all have done so.
     """
 

@@ -22,7 +22,7 @@ from mcore_qwen3vl.runtime import cpu
 HOPPER = types.SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="H100")
 """The GPU that Transformer Engine is told it runs on."""
 CUDNN, CUBLASLT = 91900, 130100
-"""The versions that it is told of, which are those that torch 2.11 brings."""
+"""The versions that it is told of: those of torch 2.11."""
 
 
 class _Instead(types.ModuleType):

@@ -1,7 +1,7 @@
 """A stand-in for Transformer Engine's compiled extension, where only its Python is installed.
 
-It has the names that Transformer Engine's source mentions: enumerations with their members, and
-functions that refuse to be called until :mod:`tests.model.te.device` gives them a reference.
+It has the names in Transformer Engine's source: enumerations with their members, and functions that
+refuse to be called until :mod:`tests.model.te.device` gives them a reference.
 
 Pytest loads it as a plugin (``-p tests.model.te.extension``), before anything imports megatron,
 which imports Transformer Engine.

@@ -27,7 +27,7 @@ def with_te(row: MatrixRow) -> MatrixRow:
 
 
 def rows_with_te(rows: Iterable[MatrixRow]) -> Iterator[MatrixRow]:
-    """Yield the rows that Transformer Engine can compute, which are not those in float64."""
+    """Yield the rows that Transformer Engine can compute: all but those in float64."""
     return (with_te(row) for row in rows if row.options.get("dtype") != "fp64")
 
 

@@ -42,14 +42,14 @@ UNREAD = re.compile(
     r"common|gpt/gpt_model))|training/(arguments|argument_utils|yaml_arguments|theoretical_|models|"
     r"datasets|distillation|config))"
 )
-"""Megatron's modules that a run does not use, or that only pass arguments on."""
+"""Megatron's modules without use in a run, or modules that only pass arguments on."""
 TURNED_INTO_OTHERS = re.compile(
     r"muon_.*|moe_(deepep|hybridep)_num_sms|no_weight_decay_cond_type|recompute_activations|"
     r"bias_swiglu_fusion|init_method_xavier_uniform|grad_reduce_in_bf16|"
     r"num_layers_per_virtual_pipeline_stage|te_precision_config_file|disable_msc_deprecated|"
     r"untie_embeddings_and_output_weights"
 )
-"""Arguments that the parser, or a function that builds a config, turns into others."""
+"""Arguments that the parser, or a builder of a config, turns into others."""
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from tests.training.contract.going_on import HALF, STEPS, Going
 SILENT, SAID, UNUSED, REFUSED = "nothing is said", "said", "named as not used", "refused"
 PADDED, PACKED = False, True
 Effect = Callable[[Going, Going], None]
-"""Asserts what a run that goes on did, given the run that was not stopped, and this one."""
+"""Asserts what a resumed run did, given the unstopped run, and this one."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Case:
         effect: what the run does then.
         model: the fixture.
         only: with or without packing; None: both.
-        layout: of the command that goes on, by that of the run; default: the same.
+        layout: of the resuming command, by the layout of the run; default: the same.
         stop: the step after which the run is stopped.
         record: values that the checkpoint's record has otherwise than this machine can compute.
     """
@@ -68,7 +68,7 @@ def same_records(whole: Going, rest: Going) -> None:
 
 
 def from_the_next_step(whole: Going, rest: Going) -> None:
-    """The first loss is that of the same weights; the step that follows it is another one."""
+    """The first loss is of the same weights; the step after it is another one."""
     same_records(whole, rest)
     first = min(rest.steps)
     assert rest.steps[first].loss == whole.steps[first].loss

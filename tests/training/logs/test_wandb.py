@@ -1,6 +1,6 @@
 """Weights & Biases receives what TensorBoard does and our own numbers: `make test-trackers`.
 
-The run is offline, so W&B writes a file that it would upload later, and the test reads that file.
+The run is offline, so W&B writes a file to upload later, and the test reads this file.
 """
 
 from __future__ import annotations

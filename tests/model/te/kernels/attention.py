@@ -1,7 +1,7 @@
 """cuDNN's fused attention, ``fused_attn_fwd`` and ``fused_attn_bwd``: sbhd, bshd and thd.
 
-The backward pass uses the output and log-sum-exp that it is given and recomputes neither: under
-context parallelism they cover all keys, of which one call sees a part. It computes in float32.
+The backward pass uses the given output and log-sum-exp, and recomputes neither: under context
+parallelism they cover all keys, of which one call sees a part. It computes in float32.
 """
 
 from __future__ import annotations
