@@ -80,8 +80,8 @@ def load_model(
             id.
         layout: parallel sizes; default: all of them 1. A process has one layout.
         device: ``cuda`` (with NCCL) or ``cpu`` (with gloo); default: ``cuda`` if there is a GPU.
-        dtype: dtype of the parameters, to which weights are cast as they are read; default: that
-            of the checkpoint's config.
+        dtype: dtype of the parameters; weights are cast to it as they are read. Default: the dtype
+            in the checkpoint's config.
         spec: layer spec, ``torch`` or ``te``.
         seed: seed of Megatron's random states; of the first call in a process.
         config_overrides: further ``TransformerConfig`` fields.
@@ -236,7 +236,7 @@ def prepare_batch(model: nn.Module, processor: Any, records: Sequence[Record]) -
     groups = model.pg_collection
     multiple = length_multiple(groups.cp.size(), groups.tp.size(), model.config.sequence_parallel)
     longest = model.architecture.max_position_embeddings
-    # The longest sequence that the model has positions for and that the layout divides.
+    # The longest sequence that the layout divides, within the model's positions.
     config = DataConfig(longest - longest % multiple, length_multiple=multiple, pad_to_longest=True)
     preparation = Preparation(processor, config, [Source(Path.cwd())])
     plans: dict[str, Plan] = {}
@@ -329,8 +329,8 @@ def save_model(
     Args:
         model: of :func:`load_model`, also in Megatron's wrappers.
         out: directory to write, on a file system that all ranks share.
-        like: a checkpoint, whose config, tokenizer and processor are copied; default: the one that
-            the model was loaded from.
+        like: a checkpoint, whose config, tokenizer and processor are copied; default: the
+            checkpoint of :func:`load_model`.
         force: whether to replace `out` if it is a checkpoint.
 
     Raises:

@@ -39,13 +39,12 @@ class Family:
 
     Attributes:
         name: how the names of its classes in transformers begin.
-        head_dim, rotated, mrope_section, deepstack: defaults of transformers for the size of a
-            head (None: the part of the hidden size), for the part of it that is rotated, for the
-            frequencies of each axis, and for the layers of the tower that give features to several
-            decoder layers.
+        head_dim, rotated, mrope_section, deepstack: defaults of transformers for the size of a head
+            (None: the part of the hidden size), for its rotated part, for the frequencies of each
+            axis, and for the layers of the tower that give features to several decoder layers.
         hybrid: whether the language model is Qwen3.5's: gated delta nets in most layers, and an
-            output gate in the others; norm weights that are differences from one; a shared expert
-            beside the routed ones, which have one layout; and no DeepStack.
+            output gate in the others; norm weights as differences from one; a shared expert beside
+            the routed ones, which have one layout; and no DeepStack.
         has_vision: whether there is a vision tower. Without one, the config of the language model
             is the whole config.
     """
@@ -175,8 +174,8 @@ class Architecture:
             projection computes: the rows of each head are its query, then its gate.
         zero_centered_norms: whether norm weights of the language model are differences from one;
             those inside gated delta nets never are.
-        shared_expert_intermediate_size: size of the expert that sees every token of a MoE layer,
-            and whose output has a gate; 0: none.
+        shared_expert_intermediate_size: size of a MoE layer's expert for every token, whose output
+            has a gate; 0: none.
         mtp_num_hidden_layers: MTP layers, if the files have them; the
             model itself runs without.
     """
@@ -309,10 +308,10 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def without_gpu_kernels() -> Iterator[None]:
-    """Hide packages whose kernels Hugging Face's delta nets would call, and which need a GPU.
+    """Hide the packages with GPU kernels that Hugging Face's delta nets would call.
 
-    It chooses once, when a model's module is imported. So whatever imports the module first, does
-    it within this.
+    Hugging Face chooses once, when a model's module is imported. So whatever imports the module
+    first, does it within this.
     """
     packages = ("causal_conv1d", "fla")
     imported = {name: sys.modules.get(name) for name in packages}

@@ -261,7 +261,7 @@ def name_slow_imports() -> Iterator[None]:
 
 
 def _library_being_imported(thread: int) -> str | None:
-    """Return the library whose import a thread is in, the outermost that is not of this project."""
+    """Return the library whose import a thread is in: the outermost from outside this project."""
     frame = sys._current_frames().get(thread)
     library: str | None = None
     while frame is not None:

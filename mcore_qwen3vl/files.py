@@ -262,8 +262,8 @@ _LARGEST_TEXT = 2**30
 def refuse_special_files(folder: Path, *, of_data: bool = False) -> None:
     """Raise BadInput if `folder` directly holds a pipe, a socket or a device, or a link to one.
 
-    So it does for links that lead in a circle, and for a text that is too large to be of a model;
-    those of data may have any size.
+    It also raises for links that lead in a circle, and for a text too large to be a model's. A text
+    of data may have any size.
     """
     if not folder.is_dir():
         return
@@ -294,7 +294,7 @@ def refuse_special_files(folder: Path, *, of_data: bool = False) -> None:
 def refuse_links(*ours: Path) -> None:
     """Raise BadInput if one of our own working files is a link: we make none.
 
-    A folder that was downloaded may hold one, through which another file would be overwritten.
+    A downloaded folder may hold a link, and writing through it would overwrite another file.
     """
     for file in ours:
         if file.is_symlink():

@@ -129,7 +129,7 @@ def read_adapter_for(
 ) -> Adapter | None:
     """Read the adapter that a command uses with a checkpoint; warn if it names another base.
 
-    The task is that of training, for which the command reads the output; None: predicting tokens.
+    `task` is the task of training whose output the command reads; None: predicting tokens.
 
     Raises:
         BadInput: see :func:`read_adapter`; the adapter holds a head for another task; or the

@@ -1,6 +1,6 @@
 """Modules that are imported when something in them is first used.
 
-A module that the command line reads, and that computes as well, names heavy modules in this way::
+A module for the command line may compute as well. It names heavy modules in this way::
 
     if TYPE_CHECKING:
         import torch

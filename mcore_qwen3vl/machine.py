@@ -19,7 +19,7 @@ from mcore_qwen3vl.errors import BadInput
 PACKAGES = ("torch", "transformers", "megatron-core", "megatron-energon", "peft")
 
 EXTRAS = {"matplotlib": "plots", "pyarrow": "data", "tensorboard": "logging"}
-"""Packages that only some commands need, and the extra of ``mcore-qwen3vl`` that brings each."""
+"""Packages that only some commands need, each with its extra of ``mcore-qwen3vl``."""
 
 
 def usable_cores() -> int:
@@ -58,8 +58,8 @@ def versions_outside() -> Iterator[str]:
 def version_of(package: str) -> str:
     """Return the version of the package that an import finds, or raise PackageNotFoundError.
 
-    For megatron-core that may be a checkout of Megatron-LM, which stands before the installed
-    package on PYTHONPATH and has no metadata.
+    For megatron-core the import may find a checkout of Megatron-LM. The checkout stands before the
+    installed package on PYTHONPATH and has no metadata.
     """
     # The spec of megatron.core itself would import megatron.
     parent = find_spec("megatron") if package == "megatron-core" else None

@@ -33,7 +33,7 @@ def architecture_arguments(architecture: Architecture) -> dict[str, Any]:
 
 
 def recommended_arguments(architecture: Architecture) -> dict[str, Any]:
-    """Return defaults for Megatron's arguments that suit the model and that a flag may change."""
+    """Return defaults for Megatron's arguments that suit the model; a flag may change them."""
     return {
         f.argument: f.value for f in architecture_facts(architecture) if f.argument and not f.fixed
     }
@@ -169,8 +169,8 @@ def _default_facts(a: Architecture) -> list[Fact]:
         facts += [
             _fact_of_both("moe_router_dtype", "fp32", fixed=False),
             _fact_of_both("moe_router_load_balancing_type", "aux_loss", fixed=False),
-            # Training balances the experts unless told otherwise. A model that is built directly
-            # behaves as HF's, whose loss has this term only with output_router_logits.
+            # Training balances the experts unless told otherwise. A model built directly behaves as
+            # HF's, whose loss has this term only with output_router_logits.
             _fact_of_flag("moe_aux_loss_coeff", a.router_aux_loss_coef, fixed=False),
             _fact_of_field("moe_aux_loss_coeff", 0.0),
         ]

@@ -110,10 +110,10 @@ def model_card(
     """Return the content of a card.
 
     Args:
-        base: what `name_of_model` returns for the weights that training began with, or that were
-            converted; None: not known, or none.
+        base: what `name_of_model` returns for the first weights of training, or for the converted
+            weights; None: not known, or none.
         config: folder of the base's config. If its own card is there, the licence is taken from it.
-        head: that of the weights which the card goes with.
+        head: the head of the weights beside the card.
         quotes: what `quote` returns of certificates.
     """
     from huggingface_hub import ModelCard, ModelCardData

@@ -2,8 +2,8 @@
 
 ``python -m`` and ``python -c`` put that folder first among the places of modules. There may lie
 what somebody downloaded, a ``numpy.py`` among it. Python leaves the folder out if it is started
-with ``-P``, or with the environment variable :data:`VARIABLE`, which the processes that it starts
-inherit. ``PYTHONPATH`` counts as ever.
+with ``-P``, or with the environment variable :data:`VARIABLE`, which its child processes inherit.
+``PYTHONPATH`` counts as ever.
 
 This module imports only what every Python has loaded at its start: another import might find a file
 in the folder that is to be left out.

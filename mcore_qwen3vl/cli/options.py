@@ -139,7 +139,7 @@ def data_flags(*names: str) -> Callable[[Any], Any]:
 
 
 def then(use: Callable[..., None]) -> Callable[[Any], Any]:
-    """Make a command of a function that returns something, and of `use`, which calls it.
+    """Make a command of a function with a result, and of `use`, which calls it.
 
     The command has the arguments and the flags of both, except for the first argument of `use`: a
     call of the function, without arguments.

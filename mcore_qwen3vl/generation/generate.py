@@ -37,7 +37,7 @@ from mcore_qwen3vl.model.decoder.attention import TorchAttention
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 
 Stream = Callable[[int, str], None]
-"""A function that gets the number of a conversation and the text that was added to its answer."""
+"""A function that gets the number of a conversation and the text added to its answer."""
 
 MAX_NEW_TOKENS = 128
 
@@ -76,7 +76,7 @@ def generate(
             :func:`.prompts.process_conversations` says, or what :func:`encode_prompts` made of
             them.
         max_new_tokens: default: the generation config's, or else :data:`MAX_NEW_TOKENS`.
-        stream: function that is called as answers grow, on every rank that passes one.
+        stream: function to call as answers grow, on every rank that passes one.
         chat_template_kwargs: arguments of the chat template, for conversations.
         generation_config: stop tokens and defaults of sampling, from
             :func:`load_generation_config`.
@@ -243,7 +243,7 @@ def prefill_and_generate(
 ) -> list[list[int]]:
     """Prefill, then decode one token a step until every answer has stopped.
 
-    `stop` are the ids that end an answer, and `pad` follows an answer that has ended.
+    `stop` are the ids that end an answer, and `pad` follows an ended answer.
 
     Returns:
         The ids of each answer, up to and including the one that ends it.

@@ -98,7 +98,7 @@ def render_prompt(
     folder: MediaFolder = _HERE,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Rendered:
-    """Render the prompt that a record's messages are, in any form that ``messages`` of data have.
+    """Render a record's messages as a prompt, in any form that ``messages`` of data have.
 
     Args:
         record: a record with ``messages``, and if wanted ``tools``, ``images``, ``videos`` and

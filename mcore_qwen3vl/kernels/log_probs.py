@@ -1,8 +1,8 @@
 """What tokens' log-probabilities need of a chunk of logits (n, V): a reduction, and the gradient.
 
-Liger-Kernel's fused linear cross entropy forms its gradient when the loss is computed. So it serves
-neither objectives of log-probabilities, whose gradients are known later, nor entropies, nor columns
-that are divided over TP ranks.
+Liger-Kernel's fused linear cross entropy forms its gradient when the loss is computed. So it does
+not serve objectives of log-probabilities, whose gradients are known later. It does not serve
+entropies either, nor columns divided over TP ranks.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ writes as many; what else they move is less than a thousandth. With 8,192 tokens
 
 A program of the reduction takes a row, in one pass: when a block has a larger maximum, the sums so
 far are scaled to it (Milakov and Gimelshein, 2018, arXiv 1805.02867). A program of the gradient
-takes a block of a row, and the program that reads an element is the one that writes it.
+takes a block of a row, and each element is read and written by the same program.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """RMSNorm and LayerNorm, forward and backward, with the residual's addition beside them.
 
-PyTorch's RMSNorm runs two to four kernels in the backward pass, has no weights that are
-differences from one, and copies an input whose rows are part of a larger tensor. Liger-Kernel's
-takes contiguous rows alone, and adds a residual's gradient only where it has added the residual. It
-is no operator of PyTorch, by which a rehearsal counts bytes. Transformer Engine's norms are those
-of the ``te`` spec.
+PyTorch's RMSNorm runs two to four kernels in the backward pass. It has no weights as differences
+from one, and copies an input whose rows are part of a larger tensor. Liger-Kernel's takes
+contiguous rows alone, and adds a residual's gradient only where it has added the residual. It is no
+operator of PyTorch, by which a rehearsal counts bytes. Transformer Engine's norms are those of the
+``te`` spec.
 """
 
 from __future__ import annotations

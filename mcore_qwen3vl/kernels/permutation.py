@@ -40,7 +40,7 @@ def order_by_expert(chosen: Tensor, most: int, count: int) -> Order:
     Args:
         chosen: (T, E) bool, whether an expert takes a token.
         most: the most experts of a token, k.
-        count: the number of rows n, which is that of the chosen pairs.
+        count: the number of rows n, as many as the chosen pairs.
     """
     counting = kernels.run_on(chosen) and chosen.shape[1] <= MOST_EXPERTS
     function = _operators().order_by_expert if counting else order_by_expert_eagerly

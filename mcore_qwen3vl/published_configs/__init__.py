@@ -6,9 +6,8 @@ that of 27B names all its fields, and those of 0.8B and 9B all sizes; their othe
 27B's. With its mtp.* and its values in float32, 9B has the size that its published index states.
 
 Of Qwen3.8-2.4T-A95B, a language model alone, public issues quote the layers, experts, heads, delta
-nets and the width of an expert. The hidden size, and that its shared expert is as wide as another,
-follow from its 2.4 trillion parameters, of which 95 billion are active. Other fields are the
-35B-A3B's.
+nets and the width of an expert. It has 2.4 trillion parameters, 95 billion of them active. From
+this follow the hidden size, and a shared expert as wide as another. Other fields are the 35B-A3B's.
 """
 
 from __future__ import annotations

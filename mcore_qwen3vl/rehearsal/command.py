@@ -156,8 +156,8 @@ def read_command(words: Sequence[str], gpus: int | None) -> Command:
 
 
 def _read_script(name: Path, words: Sequence[str], gpus: int | None) -> Command:
-    """Return the run that a script would start, which its ``--dry-run`` prints."""
-    # A name that the list has is never a file that lies here, which would run.
+    """Return the run that a script would start, as its ``--dry-run`` prints it."""
+    # A name in the list never means a file in the current folder: that file would run.
     listed = catalogue.scripts().get(str(name))
     script = listed or (name if name.is_file() else catalogue.find(name.name))
     if script is not None and script.suffix == ".yaml":
@@ -202,7 +202,7 @@ def _read_script(name: Path, words: Sequence[str], gpus: int | None) -> Command:
 
 @dataclass(frozen=True)
 class Role:
-    """One rank that stands for all that do the same."""
+    """One rank that stands for all ranks with the same work."""
 
     name: str
     rank: int  # global rank: the first of its TP x CP group, with data-parallel rank 0

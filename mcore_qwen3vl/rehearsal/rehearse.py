@@ -215,7 +215,7 @@ class Rehearsal:
 
     @property
     def fullest(self) -> RoleOutcome:
-        """The role that failed, or else the one that reserved most."""
+        """The failed role, or else the one that reserved most."""
         return max(self.outcomes, key=lambda outcome: (not outcome.ok, outcome.reserved))
 
     @property
@@ -264,7 +264,7 @@ class Remedy:
     flags: list[str]  # to append
     gpus: int
     fits: bool
-    peak: int  # most bytes that tensors took, on the role that failed or reserved most
+    peak: int  # most bytes of tensors, on the role that failed or reserved most
     reserved: int  # most bytes that the allocator reserved, on the same role
     why_not: str  # what stopped the changed run; empty if it fits
 

@@ -189,7 +189,7 @@ def candidates(
 
 
 def _reset_words(command: Command, flags: Sequence[str]) -> Iterator[str]:
-    """Yield the words that take back layout flags of `command` that are not in `flags`."""
+    """Yield the words to take back layout flags of `command` that are not in `flags`."""
     for name in _REPLACED:
         if name not in flags and command.value(name) is not None:
             yield from (name, "1" if name.endswith("-parallel-size") else NONE)

@@ -3,11 +3,11 @@
 In each direction and virtual stage, a micro-batch takes the GPU's time or the host's time to launch
 it, whichever is longer. The GPU's time is the sum of matmuls, attention, all other kernels (by the
 bytes that they move) and exchanges. :func:`mcore_qwen3vl.rehearsal.schedule.simulate` runs the
-pipeline with these times; work that an iteration does once, such as the optimizer's step, follows.
-If Megatron overlaps the data-parallel exchange with a micro-batch, only the part that outlasts it
-counts. With ``--overlap-moe-expert-parallel-comm`` most of the experts' exchange runs beside the
-opposite pass of another micro-batch, if there is one: not in the first forward and last backward
-passes.
+pipeline with these times. The work of an iteration that happens once, such as the optimizer's step,
+follows. If Megatron overlaps the data-parallel exchange with a micro-batch, only the part that
+outlasts it counts. With ``--overlap-moe-expert-parallel-comm`` most of the experts' exchange runs
+beside the opposite pass of another micro-batch, if there is one: not in the first forward and last
+backward passes.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ DeepEP
 ------
 
 It is no DeepEP: nothing is exchanged. It launches as many kernels as ``deep_ep.Buffer`` (1.2.1) and
-``deep_ep.HybridEPBuffer`` (branch hybrid-ep) do, waits where they wait, holds about the memory that
-they ask for, and returns tensors of the sizes that random routing gives. The bytes that it hands to
-a group are those of its tokens; :mod:`mcore_qwen3vl.rehearsal.step_time` knows how often they are
-sent.
+``deep_ep.HybridEPBuffer`` (branch hybrid-ep) do, waits where they wait, and holds about the memory
+that they ask for. It returns tensors of the sizes that random routing gives. The bytes that it
+hands to a group are those of its tokens; :mod:`mcore_qwen3vl.rehearsal.step_time` knows how often
+they are sent.
 
 flash-linear-attention
 ----------------------

@@ -325,7 +325,7 @@ def _receive_message(r: _Rank, heard: Callable[[Any], None]) -> None:
 
 
 def _raise_errors(ranks: list[_Rank], timeout: float) -> None:
-    """Raise the error of the ranks that failed, or else of those that did not finish, if any."""
+    """Raise the error of the failed ranks, or else of the unfinished ones, if any."""
     failed = [r for r in ranks if r.error is not None]
     # Put the cause first. It is a rank that died, even if others reported the lost connection
     # before its death was noticed here; else it is the first rank that failed.

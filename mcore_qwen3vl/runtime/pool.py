@@ -30,8 +30,8 @@ def work_in_children[R](
 ) -> None:
     """Call `work` for each number in a child process, and `use` here with its results, in order.
 
-    It always works in children: readers that are opened in this process would share file positions
-    with other processes that it forks. No child is left, however this function ends.
+    It always works in children: readers opened in this process would share file positions with
+    other processes that it forks. No child is left, however this function ends.
 
     Args:
         processes: number of children, or fewer if there are fewer chunks.

@@ -26,8 +26,8 @@ NAME = "cpu-gloo"
 # VERL asks for the platform while it is being imported, before this module can register it.
 os.environ["VERL_PLATFORM"] = NAME
 cpu.install()
-# Ray lends only devices that are visible, and CUDA stops at the first number that is negative: so
-# Ray sees these, and torch sees none.
+# Ray lends only visible devices, and CUDA stops at the first negative number: so Ray sees these,
+# and torch sees none.
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1,-2,-3,-4,-5,-6,-7,-8"
 
 from verl.plugin.platform import PlatformRegistry  # noqa: E402

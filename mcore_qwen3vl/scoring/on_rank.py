@@ -202,7 +202,7 @@ def _split_sequences(batch: Batch, rows: Tensor) -> Iterator[tuple[str, Tensor, 
 class Scorer:
     """A scorer with this rank's part of the model and of the data.
 
-    Only ranks that read data call `records`, which opens them.
+    Only ranks that read data call `records`, to open them.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """What scoring reads and writes: micro-batches of a data set's records, and the file of scores.
 
 Records are read, planned and packed block by block. A run computes a whole block together and
-appends its lines to the file, beside which it writes their summary. A run that was interrupted
-continues with the block that it was in, so that every line is the same as in an uninterrupted run.
+appends its lines to the file, beside which it writes their summary. An interrupted run continues
+with the block that it was in, so that every line is the same as in an uninterrupted run.
 """
 
 from __future__ import annotations

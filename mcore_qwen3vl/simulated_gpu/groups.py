@@ -4,8 +4,8 @@ Host tensors get the values that follow from this: a gather returns this rank's 
 member. Device tensors are only counted, but those of few integers are filled in too. A broadcast
 from another rank brings nothing, so rehearse ranks that read their own batches.
 
-A program that starts a process for every rank passes ``init_process_group`` the store that they
-share. Then what one rank sends to another arrives if it is on the host or has few integers, for
+A program that starts a process for every rank passes their shared store to ``init_process_group``.
+Then a message from one rank to another arrives if it is on the host or has few integers, for
 example the shapes that pipeline stages tell each other. Collectives remain as above.
 """
 

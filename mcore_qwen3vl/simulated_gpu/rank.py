@@ -313,7 +313,7 @@ RARELY_WRITING: set[str] = set()
 
 
 def _bytes_moved(func: Any, args: Any, result: Any) -> int:
-    """Return the bytes that an operator reads and those that it writes."""
+    """Return the bytes that an operator reads and writes."""
     name = func._overloadpacket.__name__
     if name in RARELY_WRITING:
         return 0

@@ -458,10 +458,10 @@ def _make_mtp(layers: nn.ModuleList, config: Any, count: int) -> nn.Module:
 
 @torch.no_grad()
 def _fill_at_random(model: nn.Module, seed: int, *, hybrid: bool) -> None:
-    """Fill norms around the weight that changes nothing, biases around 0, matrices with unit gain.
+    """Fill norms around the neutral weight, biases around 0, matrices with unit gain.
 
-    All values are random. In a `hybrid` model that weight of a norm is 0 but in the vision tower
-    and inside gated delta nets, whose decays are slow and fast.
+    All values are random. In a `hybrid` model the neutral weight of a norm is 0, but not in the
+    vision tower or inside gated delta nets. The decays of gated delta nets are slow and fast.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():

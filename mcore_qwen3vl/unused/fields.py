@@ -1,8 +1,8 @@
-"""The names that a reader knows, and those that nothing uses.
+"""The names that a reader knows, and the names without a use.
 
 Whatever has named fields (a config file, a record, an archive) has one owner, a :class:`Fields`
-that lists the names it knows. A name that no owner knows is an :class:`Unused`, which ``inspect``,
-``data check``, the start of ``train`` and the command that meets it report once.
+that lists the names it knows. A name unknown to its owner is an :class:`Unused`. It is reported
+once by ``inspect``, ``data check``, the start of ``train`` and the command that meets it.
 """
 
 from __future__ import annotations

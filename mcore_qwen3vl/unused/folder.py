@@ -52,7 +52,7 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "id2label": ({"0": "LABEL_0", "1": "LABEL_1"},),
     "label2id": ({"LABEL_0": 0, "LABEL_1": 1},),
 }
-"""Fields that transformers before 5 wrote into every section, with the values that ask nothing."""
+"""Fields that transformers before 5 wrote into every section, with the values of no effect."""
 
 _QUANTIZATION = ("quantization_config", "compression_config")
 _CODE = {"auto_map": "a checkpoint's code is never run"}
@@ -213,7 +213,7 @@ TOKENIZER = Fields(
         **dict.fromkeys(("add_bos_token", "add_eos_token"), "tokenizer.json says what is added"),
     },
 )
-"""The fields that transformers makes a tokenizer from and that our encoding of texts needs."""
+"""The fields that transformers makes a tokenizer from; our encoding of texts needs them."""
 
 
 SENTENCES = Fields(

@@ -2,8 +2,9 @@
 
 Each known mistake is made on the right tensor, and the outcome is compared with the examined one
 bit for bit; a scaled tensor is compared up to rounding. The settings of the run that wrote the
-checkpoint are compared with the Hugging Face config: its tensors may be right and its settings
-wrong, and then a run that takes them, or that was started with them, trains another model.
+checkpoint are compared with the Hugging Face config. The tensors may be right and the settings
+wrong: then a run with these settings trains another model, whether it reads them or was started
+with them.
 """
 
 from __future__ import annotations

@@ -399,7 +399,7 @@ def _describe_wrong_pieces(wrong: list[SourceTensor]) -> str:
 
 
 CUT = Layout(tp=2, sp=True)
-"""A layout that splits every tensor that any layout splits, along the same axis."""
+"""A layout that splits each tensor split by any layout, along the same axis."""
 
 Phase = Callable[[str], AbstractContextManager[Progress]]
 """``with phase(title) as progress:`` shows one phase of the work."""

@@ -1,4 +1,4 @@
-"""VERL's configuration: the options that this model reads, and those that it refuses by name.
+"""VERL's configuration: the options that this model reads, and the options refused by name.
 
 VERL's ``model.lora`` is translated to an adapter of this package.
 """
@@ -149,7 +149,7 @@ REFUSALS = (
 
 
 def check(configs: Configs) -> None:
-    """Raise BadInput, which names each option that is not supported and what to do."""
+    """Raise BadInput with each unsupported option and what to do, if there are any."""
     asked = (r for r in REFUSALS if r.wrong(configs.find(r.path), configs))
     _refuse_any([f"{refusal.option}: {refusal.remedy}" for refusal in asked])
 

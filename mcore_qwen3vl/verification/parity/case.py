@@ -156,7 +156,7 @@ class ParityCase:
 
     @property
     def router_losses(self) -> RouterLosses | None:
-        """The losses of routers that `config` adds to the loss, which the reference adds too."""
+        """The losses of routers that `config` adds to the loss; the reference adds them too."""
         aux, z = self.config.get("moe_aux_loss_coeff"), self.config.get("moe_z_loss_coeff")
         if not (aux or z):
             return None
@@ -292,7 +292,7 @@ class GlobalBatch:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens whose loss counts, which divides the loss."""
+        """The number of tokens whose loss counts; it divides the loss."""
         return int(sum(m.loss_mask.sum() for m in self.micro_batches))
 
 

@@ -197,7 +197,7 @@ class Reference:
         """
         self.model.zero_grad(set_to_none=True)
         scale = 1 / batch.tokens
-        # A router's loss is that of several samples, whose graphs are kept for it.
+        # A router's loss is over several samples, so their graphs are kept for it.
         kept: list[_Kept] | None = None if router_losses is None else []
         with computing_in(self.dtype):
             micro = [self._run_micro_batch(m, scale, gradients, kept) for m in batch.micro_batches]

@@ -40,19 +40,19 @@ CAUSES = (PROMPT, PIXELS, MEANING, ROUNDING, LANGUAGE, TOWER)
 _AT_MOST = 2.0
 """Two runs that are each off by E may be 2 E apart."""
 _LARGEST = 3.0
-"""The largest difference of a token, over the largest that was measured, which are other tokens."""
+"""The largest difference of a token, over the largest one measured on other tokens."""
 _AT_LEAST = 1 / 32
 """A difference that is smaller than this part of the half-precision rounding is none of fp16,
 TF32 or bf16 in a whole model: their epsilons are within a factor of 16."""
 _FLOAT32 = 16 * EPSILON
-"""Of the largest logit: sixteen roundings, in which kernels that add in other orders differ."""
+"""Of the largest logit: sixteen roundings, where kernels with other orders of addition differ."""
 _HALF_OVER_FLOAT32 = 2.0**16
 """The ratio of the epsilons of bf16 and float32; of fp16, whose is smaller, this asks for more."""
 _ALIKE = 0.25
 """The least correlation of two runs' roundings in half precision: weights, and what each layer
 writes, round alike. Of n tokens, those of other causes have one of about 1 / sqrt(n)."""
 _KEPT = 0.9
-"""The part of the tokens that a mask must keep: a server's answers have none that it masks."""
+"""The part of the tokens that a mask must keep: a server's answers have no masked tokens."""
 _BETTER = 4.0
 """Another meaning must fit so many times better than the expected one."""
 
@@ -393,8 +393,7 @@ def _first_difference(
 ) -> str:
     """Name the first position that differs, with both tokens, and what the difference looks like.
 
-    An end that is missing, a beginning that is missing, and a beginning that is more are told from
-    other differences.
+    A missing end, a missing beginning, and an additional beginning are told from other differences.
     """
     text = vocabulary.text
     pairs = zip(ours, theirs, strict=False)

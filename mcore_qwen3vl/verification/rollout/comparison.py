@@ -56,7 +56,7 @@ _TEMPERATURES = tuple(tenth / 10 for tenth in range(1, 21))
 class RolloutRequest(ModelRequest):
     """The server, the prompts and the trained model.
 
-    The `dtype` is also that in which the server is expected to compute.
+    The server is expected to compute in `dtype`, too.
 
     Attributes:
         server: address of a server with vLLM's OpenAI API.

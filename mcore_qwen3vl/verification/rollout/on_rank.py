@@ -129,7 +129,7 @@ def log_probs_under(
 
     Args:
         hidden, weight, columns, more: as for :func:`.log_probs.token_log_probs`.
-        targets: (B, s) integers; :data:`.IGNORED` at positions that are left out, which get 0.
+        targets: (B, s) integers; :data:`.IGNORED` at left-out positions, which get 0.
 
     Returns:
         (meanings + 1, B, s) float32, the same on all ranks: at last the largest absolute logit.

@@ -1,8 +1,8 @@
 """The prompts that a server and the trained model are compared on.
 
-They are a data set's records without their last answers, read and tokenised as in training, and
-prompts made of them that tell one cause from another: the same text without its images and videos,
-and a picture of one grey, which no decoding, resizing or order of colours changes.
+They are a data set's records without their last answers, read and tokenised as in training. Prompts
+made of them tell one cause from another: the same text without its images and videos, and a picture
+of one grey, which no decoding, resizing or order of colours changes.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def loss(rng: Random, case: Case) -> Case:
 
 
 def flags_of(kind: type[Loss], name: str) -> tuple[Flag, ...]:
-    """Return the flags that ask for a loss of the registry, with those that it needs."""
+    """Return the flags that ask for a loss of the registry, with the flags it needs."""
     needed: dict[str, tuple[Flag, ...]] = {
         "distill": (("--teacher", OTHER),),
         "dpo": (("--reference", "model"),),
@@ -158,7 +158,7 @@ def further_flags(rng: Random, case: Case) -> Case:
 
 
 def layout(rng: Random, case: Case) -> Case:
-    """A layout of up to four ranks that the model fits, with a batch that its ranks divide."""
+    """A layout of up to four ranks that the model fits, with a batch divisible by its ranks."""
     if rng.random() < 0.25:
         return case
     two = [one for one in layouts(case.model) if Layout.parse(one).world_size == 2]
@@ -219,7 +219,7 @@ def draw(rng: Random, axes: tuple[Axis, ...] = AXES) -> Case:
 
 @cache
 def layouts(model: tuple[str, ...]) -> tuple[str, ...]:
-    """Return all layouts of up to four ranks that a model fits: a tiny one, or that of a path."""
+    """Return all layouts of up to four ranks that a model fits: a tiny model, or one at a path."""
     if path := path_of(model):
         return tuple(str(one) for one in _fitting(Architecture.from_hf(path)))
     family: Any = model[model.index("--family") + 1] if "--family" in model else "qwen3-vl"

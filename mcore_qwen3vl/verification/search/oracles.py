@@ -2,8 +2,8 @@
 
 An oracle takes a case, its outcome, and the bench, with which it may run other cases. It returns
 what is wrong in words, an empty text if nothing is, or None if it does not know the case. It shares
-no code with what it judges. Where two runs differ by design, the sentence in :data:`BY_DESIGN` says
-so beside the oracle that must know it, and the page of the documentation that tells users.
+no code with what it judges. Where two runs differ by design, an entry of :data:`BY_DESIGN` says so,
+and the oracle knows it. The entry names the page of the documentation that tells users.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def _trained_parts(case: Case) -> tuple[str, ...]:
 
 
 def never_stopped(case: Case, outcome: Outcome, bench: Bench) -> str | None:
-    """A run that was stopped and went on is the run that was not."""
+    """A stopped and resumed run is the unstopped run."""
     stop = case.stop
     if stop is None or not outcome.finished or stop.flags or _is_random(case, stop.layout):
         return None
@@ -298,7 +298,7 @@ _KNOWN = {
     "--moe-router-load-balancing-type", "--image-min-pixels", "--image-max-pixels",
     "--image-max-tokens",
 }  # fmt: skip
-"""Flags that the plain loop knows, or that decide only which samples come when."""
+"""Flags that the plain loop knows, or flags about the order of samples alone."""
 
 
 def plain_loop(case: Case, outcome: Outcome, bench: Bench) -> str | None:

@@ -732,7 +732,7 @@ def answer(
 
 
 def unlike_merged(model_folder: Path, adapter: Path, merged: Path) -> list[str]:
-    """Return the tensors of a merged model that are not those that PEFT computes."""
+    """Return the tensors of a merged model that differ from PEFT's."""
     expected = _load_adapted(model_folder, adapter).merge_and_unload().state_dict()
     found = load_model(merged).state_dict()
     names = expected.keys() & found.keys()

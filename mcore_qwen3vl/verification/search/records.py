@@ -1,7 +1,7 @@
 """Records of every kind that a loss trains on, at random: a kind is a function in a table.
 
-:data:`CONVERSATIONS` and the tables below it are what :func:`makers_of` draws from. A record that
-cannot be used has the key ``bad``, which training names as not used, so that oracles know it.
+:data:`CONVERSATIONS` and the tables below it are what :func:`makers_of` draws from. An unusable
+record has the key ``bad``. Training names this key as not used, so that oracles know the record.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def shrink(case: Case, still_fails: Callable[[Case], bool], seconds: float) -> C
 
 
 def smaller_cases(case: Case) -> Iterator[Case]:
-    """Yield cases that are simpler in one respect, those that leave out most first."""
+    """Yield cases that are simpler in one respect, with the largest omission first."""
     yield from _with_less_of_a_stop(case)
     if case.validates:
         yield replace(case, validates=False)

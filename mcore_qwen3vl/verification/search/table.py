@@ -63,7 +63,7 @@ def write_table(file: Path, bench: Bench, until: float, first: int = 0, every: i
 
 @cache
 def bases() -> dict[str, Case]:
-    """Return the runs to which a flag is added; a flag is tried on the first that it does not stop.
+    """Return the runs for adding a flag; a flag is tried on the first run that it does not stop.
 
     Each is of three steps: before the last one all parts of the model have changed.
     """
@@ -96,7 +96,7 @@ def bases_of_losses() -> dict[str, Case]:
 def _cells(bench: Bench, flag: DrawnFlag) -> list[str]:
     """Return a line of the table: what each value does on one rank, and one value in each layout.
 
-    In layouts, that is the first value that changes the result, or else the first that runs.
+    In layouts, the value is the first that changes the result, or else the first to run.
     """
     name, base, effects = _tried(bench, flag)
     values = "; ".join(f"{' '.join(words) or 'given'}: {text}" for words, text in effects.items())
@@ -132,8 +132,9 @@ _Try = tuple[str, Case, dict[tuple[str, ...], str]]
 def _tried(bench: Bench, flag: DrawnFlag) -> _Try:
     """Return the run that says most of a flag.
 
-    That is the first run in which two values work, or one changes the result; or else the one in
-    which most values work. A run that refuses values, or does not use them, says little.
+    It is the first run where two values work, or where one value changes the result. If there is
+    none, it is the run where most values work. A run that refuses values, or does not use them,
+    says little.
     """
     tries: list[_Try] = []
     of_loss = flag.row.startswith("settings of the loss")

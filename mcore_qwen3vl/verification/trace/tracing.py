@@ -131,8 +131,8 @@ def trace(
     """Run the same input through Hugging Face's model and ours, and compare every probe point.
 
     Hugging Face's model gives the right values in float64, and in float32 the rounding to expect at
-    each probe point. An error of more than `MARGIN` times that rounding (or float32's epsilon, if
-    that is larger) is out of tolerance.
+    each probe point. An error of more than `MARGIN` times this rounding, or float32's epsilon if
+    that is larger, is out of tolerance.
 
     Args:
         hf: Hugging Face checkpoint directory, the reference. For several traces, pass a
