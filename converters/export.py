@@ -93,8 +93,8 @@ def save_hf(
 
     Args:
         hf_config: directory of the model's config, tokenizer and processor; the config decides the
-            layout of the fused experts. If there are weights too, those of the layers that predict
-            a further token are copied where the running model has none.
+            layout of the fused experts. If the folder has weights too, the weights of MTP layers
+            are copied from it where the running model has none.
         max_shard_size: largest safetensors file, like "5GB".
         force: replace `path` if it is a checkpoint.
         changed_files: content, by name, in place of that of the files of `hf_config`; further ones

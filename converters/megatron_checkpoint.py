@@ -166,7 +166,7 @@ class MegatronCheckpoint(ABC):
         Raises:
             BadInput: the chunks do not fill the box, or a chunk is damaged.
         """
-        # Chunks are indexed by where they begin, which tells those of a box of one layer or expert.
+        # Chunks are indexed by where they begin: this finds the chunks of one layer or expert.
         single = itertools.takewhile(lambda pair: pair[1] == 1, zip(start, size, strict=True))
         return self._read_chunks(key, tuple(place for place, _ in single)[:2], start, size)
 

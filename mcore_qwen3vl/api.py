@@ -510,7 +510,7 @@ def convert(
 
 
 def _require_one_process(function: str) -> None:
-    """Raise BadInput on one of several ranks, each of which would do the whole work."""
+    """Raise BadInput on one of several ranks: each would do the whole work."""
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
     if ranks > 1:
         raise BadInput(

@@ -174,7 +174,7 @@ class Dialect:
             yield replace(fused, sources=sources, rearrangement=how), fused_rows
 
     def centred_keys(self, rows: Iterable[Row]) -> set[str]:
-        """Return the keys of those of the table's `rows` whose weights w are stored as w - 1."""
+        """Return the keys of the table's `rows` whose weights w are stored as w - 1."""
         if self.delta_nets is None or not self.delta_nets.centred:
             return set()
         return {row.key for row in rows if row.key.endswith(".out_norm.weight")}

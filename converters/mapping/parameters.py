@@ -35,8 +35,7 @@ class Group(NamedTuple):
 
     Attributes:
         part: ``vision``, ``embedding``, ``output layer``, ``attention`` (gated delta nets too),
-            ``mlp``, ``router``, ``experts``, ``shared experts``, ``norms``, or ``further token``,
-            which are the layers that predict one.
+            ``mlp``, ``router``, ``experts``, ``shared experts``, ``norms``, or ``MTP``.
         layer: decoder layer; None outside the decoder's layers.
         divided: whether TP (ETP for experts) divides them; otherwise every TP rank holds them all.
     """

@@ -116,7 +116,7 @@ class Rearrangement:
     def spans(self, start: int, stop: int) -> Iterator[RowBlock]:
         """Yield the parts of `blocks` that fill mcore rows ``start:stop``, in order, no padding."""
         for source, first, last, row in self.placed():
-            # In rows of the HF tensor, of which `first` is mcore's `row`.
+            # In rows of the HF tensor; its row `first` is mcore's `row`.
             low, high = max(first, first + start - row), min(last, first + stop - row)
             if low < high:
                 yield RowBlock(source, low, high)

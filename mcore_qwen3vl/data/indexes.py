@@ -390,7 +390,7 @@ _RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)")
 
 
 def _spelled_out(names: Iterable[str], file: Path) -> list[str]:
-    """Return names of tars, of which one may stand for many, as ``{000..999}.tar`` does."""
+    """Return all names of tars; a given name may stand for many, as ``{000..999}.tar`` does."""
     names = list(names)
     # Before `braceexpand` makes all of a range. Of 18 digits no product here is too large to make.
     ranges = ([abs(int(b[:18]) - int(a[:18])) + 1 for a, b in _RANGE.findall(n)] for n in names)

@@ -259,7 +259,7 @@ class Finding:
     unused: Sequence[Unused] = ()
 
     def values(self) -> list[Any]:
-        """Return the fields as plain data, of which :meth:`from_values` makes it again."""
+        """Return the fields as plain data; :meth:`from_values` makes a finding of them again."""
         return list(astuple(self))
 
     @classmethod

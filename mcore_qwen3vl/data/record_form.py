@@ -1,4 +1,4 @@
-"""How records are read for a loss: :class:`RecordForm`, of which a loss has a subclass.
+"""How records are read for a loss: a subclass of :class:`RecordForm`.
 
 Imports nothing heavy: the command line reads the losses before it imports torch.
 """

@@ -202,7 +202,7 @@ class SharedBatches:
         return self._position
 
     def _next_batch(self) -> Batch:
-        """Return the next batch on the device, and begin to read the one that follows it."""
+        """Return the next batch on the device, and begin to read the batch after it."""
         if self._upcoming is not None:
             prepared = self._upcoming.result()
             self._upcoming = None

@@ -52,8 +52,8 @@ class TurnEnd(NamedTuple):
 def unlisted_turn_end(folder: Path) -> TurnEnd | None:
     """Return the token that ends a turn if it ends no answer of the checkpoint; None if it does.
 
-    A base model's answers end with ``<|endoftext|>``, and those of its chat template, which it is
-    trained on, with another token. None too for a template whose turns do not end with a token.
+    A base model's answers end with ``<|endoftext|>``. It is trained on its chat template, whose
+    answers end with another token. None too for a template whose turns do not end with a token.
     BadInput is raised if the processor or the generation config cannot be read.
     """
     processor = load_processor(folder)

@@ -166,7 +166,7 @@ def _find_labels(
     preprocess: str | None,
     trust: bool,
 ) -> Labels:
-    """Return the labels that a config names, or else `count` numbers, or else those of the data."""
+    """Return the labels that a config names, or else `count` numbers, or else the data's labels."""
     if (named := _labels_named_in_configs(folders)) is not None:
         folder, labels = named
         if count not in (None, len(labels)):

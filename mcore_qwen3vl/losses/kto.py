@@ -65,7 +65,7 @@ else:
 
 @dataclass(frozen=True)
 class LabelledRecords(RecordForm):
-    """Labelled records, each of which is one sequence with the label as its target."""
+    """Labelled records: each is one sequence with the label as its target."""
 
     @property
     def uncut(self) -> str:
@@ -94,7 +94,7 @@ class LabelledRecords(RecordForm):
 
 @dataclass(frozen=True)
 class Labelled(TaskInputs):
-    """What labelled records give, of which :class:`LabelledReferences` are computed.
+    """What labelled records give for computing :class:`LabelledReferences`.
 
     The records of a micro-batch exchange their answers for the baseline: each prompt is also
     followed by the answer of the record before it, the first one's by the last. TRL does the same
@@ -103,8 +103,8 @@ class Labelled(TaskInputs):
 
     desirable: Tensor  # (samples,) bool: the labels
     mismatched: Batch
-    """The same prompts with the answers of others. Its `cu_seqlens` stays on the host, and its
-    `visual` has shapes in place of the tensors with a patch axis, which are those of the batch; see
+    """The same prompts with the answers of others. Its `cu_seqlens` stays on the host. Its `visual`
+    has shapes in place of the tensors with a patch axis, because these are the batch's own; see
     :func:`with_exchanged_answers`."""
 
     @classmethod

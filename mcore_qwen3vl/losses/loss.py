@@ -1,4 +1,4 @@
-"""What a loss is to the rest of the package: :class:`Loss`, of which each loss has a subclass.
+"""What a loss is to the rest of the package: a subclass of :class:`Loss`.
 
 The command line reads the subclasses before torch and megatron are imported, so a loss's file
 names those lazily (``mcore_qwen3vl.lazy``).

@@ -1,6 +1,6 @@
 """``--task reranker``: the answer, yes or no, to a query and a document.
 
-The losses are over the documents of each query, of which the first is the right one:
+The losses are over the documents of each query; the first document is the right one:
 
 - ``pointwise``: binary cross entropy of each document by itself.
 - ``listwise``: cross entropy of the right document among those of its query. Cao et al., "Learning

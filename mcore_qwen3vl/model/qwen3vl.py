@@ -409,8 +409,8 @@ class Qwen3VLModel(GPTModel):
         """Compute what :data:`Embed` says, with all K DeepStack layers.
 
         `following` has the next tokens' ids and where images' features go among them, if the model
-        has MTP. The last of a row or a packed sample is another's first, which no trained loss
-        sees.
+        has MTP. The last next token of a row or a packed sample is another sample's first; no
+        trained loss sees it.
         """
         embeddings = self.embedding(token_ids, None)
         carried = None if following is None else self.embedding(following[0], None)

@@ -92,7 +92,7 @@ def order_transfers(*, several_queues: bool = False) -> None:
     Before Blackwell, Megatron's overlapped transfers stay in order only in a single hardware queue.
     Blackwell does not need this, and is slow with it. An unknown GPU counts as older. With
     `several_queues` it is set to 32 instead, the most: in one queue, an exchange that waits for its
-    event holds up all kernels launched after it, also those of another stream.
+    event holds up all kernels launched after it, also on another stream.
     """
     major = _compute_capability()
     if major is None or major < BLACKWELL:

@@ -327,8 +327,8 @@ def _receive_message(r: _Rank, heard: Callable[[Any], None]) -> None:
 def _raise_errors(ranks: list[_Rank], timeout: float) -> None:
     """Raise the error of the failed ranks, or else of the unfinished ones, if any."""
     failed = [r for r in ranks if r.error is not None]
-    # Put the cause first. It is a rank that died, even if others reported the lost connection
-    # before its death was noticed here; else it is the first rank that failed.
+    # Put the cause first. It is a dead rank, even if others reported the lost connection before its
+    # death was noticed here; else it is the first rank that failed.
     failed.sort(key=lambda r: (not r.died, r.ended or 0.0))
     for r in failed:
         if isinstance(r.error, _PASSED_ON):

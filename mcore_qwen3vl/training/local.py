@@ -23,7 +23,7 @@ SHUTDOWN_SECONDS = 600
 
 
 def show_help(words: Sequence[str]) -> None:
-    """Print the common flags and ours, or with `words` those of all flags that are about them."""
+    """Print the common flags and ours, or with `words` all flags about these words."""
     if words:
         from mcore_qwen3vl.training.run import main
 

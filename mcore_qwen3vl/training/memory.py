@@ -125,7 +125,7 @@ def stages_of_settings(
 ) -> list[Memory]:
     """Return :func:`estimate_stages` for a run's settings, which need not be validated.
 
-    The weights include those of a second model, whose activations do not stay in memory.
+    The weights include a second model's, whose activations do not stay in memory.
     """
     data, compute = settings.data, settings.compute
     tokens = data.seq_length * data.micro_batch_size

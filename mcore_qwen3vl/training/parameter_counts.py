@@ -42,7 +42,7 @@ def stage_layers(a: Architecture, layout: Layout) -> list[list[int]]:
 def rank_parameters(
     a: Architecture, layout: Layout, stage: int, counts: TrainedCounts | None = None
 ) -> tuple[float, float]:
-    """Count those of `counts`, or of the model's parameters, that a rank of a stage holds.
+    """Count the parameters, of `counts` or of the model, that a rank of a stage holds.
 
     It returns the number outside the experts, and the number in them.
     """

@@ -155,7 +155,7 @@ GENERATION = Fields(
         *("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
         *("use_cache", "max_cache_len", "compile_config", "disable_compile", "low_memory"),
         *("continuous_batching_config", "prefill_chunk_size", "renormalize_logits"),
-        # These matter only beside a second model, which no folder of one holds.
+        # These matter only beside a second model, and a model's folder holds no second one.
         *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule"),
         *("assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind"),
         *("target_lookbehind", "assistant_ensemble_weight"),
@@ -234,7 +234,7 @@ def unused_of(source: Path) -> list[Unused]:
     """Return what nothing uses of a model's folder, or of a ``config.json`` alone.
 
     Raises:
-        BadInput: a file cannot be read, or the config is none that this model can have.
+        BadInput: a file cannot be read, or this model cannot have the config.
     """
     folders = OWNERS if source.is_dir() else OWNERS[:2]
     return [unused for owner in folders for unused in owner(source)]

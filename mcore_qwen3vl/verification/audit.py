@@ -458,7 +458,7 @@ def compare_configs(examined: Architecture, right: Architecture) -> Iterator[Fin
 
 
 def _flatten_config(architecture: Architecture) -> dict[str, Any]:
-    """Return the fields that decide what is computed; those of sections as ``SECTION.FIELD``."""
+    """Return the fields that decide what is computed; a section's fields as ``SECTION.FIELD``."""
     values = asdict(architecture)
     values["rope_scaling"] = dict(architecture.rope_scaling)
     flat: dict[str, Any] = {}

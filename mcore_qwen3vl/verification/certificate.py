@@ -30,7 +30,7 @@ def certify(report: Report, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return a report with hashes, as plain values for JSON.
 
     Args:
-        arguments: those of the command; the folders among them that hold weights are hashed.
+        arguments: the command's; the folders of weights among them are hashed.
     """
     inputs = [
         {"argument": name, "path": str(path.absolute()), "files": _hashes_of(path)}

@@ -54,7 +54,7 @@ class Tolerances:
     weights: float
 
     def times(self, factor: float) -> Tolerances:
-        """Return those of runs that rounding has driven apart; it leaves the rate as it is."""
+        """Return the tolerances for runs driven apart by rounding; the rate's stays as it is."""
         logged = {kind: factor * limit for kind, limit in self.logged.items()}
         logged["rate"] = self.logged["rate"]
         return Tolerances(logged, factor * self.moments, factor * self.weights)
@@ -209,7 +209,7 @@ def compare_runs(
     noted = one.records.keys() & other.records.keys()
     if not (saved or logged or noted):
         raise BadInput(f"{a} and {b} have no step in common: {one.iterations}, {other.iterations}.")
-    # Settings that a checkpoint has were those of the steps since the one before.
+    # A checkpoint's settings are of the steps since the checkpoint before.
     in_effect = {before + 1: step for before, step in pairwise((0, *saved))}
     steps = sorted({*saved, *logged, *noted, *in_effect})
     report = RunComparison(f"{a.name} and {b.name}, step by step")
@@ -425,7 +425,7 @@ def _boxes(
 
 
 def _read_log(file: Path) -> dict[int, dict[str, Any]]:
-    """Return the numbers of each step; of a step that was made again, those of the last time."""
+    """Return the numbers of each step; of a repeated step, the last time's numbers."""
     return {
         entry["iteration"]: entry for entry in _lines(file) if "learning rate" in entry
     }  # the others are of validations

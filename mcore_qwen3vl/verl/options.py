@@ -191,8 +191,8 @@ def lora_run(
     `source` is the base checkpoint. The initial factors are the same under every layout.
 
     Raises:
-        BadInput: options are not supported, each of which the message names; or training would
-            refuse the same values of ``--lora-*``.
+        BadInput: options are not supported, and the message names each; or training would refuse
+            the same values of ``--lora-*``.
     """
     start = settings.get("adapter_path")
     if not settings.get("rank") and not start:

@@ -5,8 +5,8 @@ own. So each sample is measured once, before training: its tokens and patches ar
 file in the cache. With it all ranks go through the same order of samples, by number.
 
 The file is named after the data's files. For the files that records name, such as images, it holds
-a stamp of their sizes and times for each sample. At the start, those of samples that cannot be used
-and of some others are compared, and if one differs, all samples are measured again. A sample that
+a stamp of their sizes and times for each sample. At the start, the stamps of unusable samples and
+of some others are compared. If one differs, all samples are measured again. A sample that
 contradicts its size when it is read removes the file.
 
 The encoder is that of :mod:`.encoder`. Its samples are numbers and sizes until they are packed.
@@ -588,7 +588,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         return super().read_and_plan(samples, raw)
 
     def build_batch(self, dataset: Any, **options: Any) -> Any:
-        """Build the packing of tars, of which each worker reads shards of its own."""
+        """Build the packing of tars; each worker reads shards of its own."""
         packing = super().build_batch(dataset, **options)
         workers = max(1, options["worker_config"].num_workers)
         return self._share_packs(

@@ -115,7 +115,7 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, PlannedRecord, Batch, Batch]):
         """The data sets, whose records can be read by number."""
         self._carrier: PlannedRecord | None = None
         self._tried: set[int] = set()
-        """The sources of which a record was looked for that can be used."""
+        """The sources that were searched for a usable record."""
 
     @stateless
     def cook(self, sample: CrudeSample) -> Any:

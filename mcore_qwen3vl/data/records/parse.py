@@ -82,7 +82,7 @@ FORMATS = (
     RecordFormat("interleaved", ("texts",), read_interleaved),
     RecordFormat("caption", CAPTION_KEYS, read_caption),
 )
-"""The formats in order: a record has the first one of which it has a key."""
+"""The formats in order: a record has the first format with a key of the record."""
 
 
 _PAIRED = (

@@ -166,7 +166,8 @@ def sample_frames(media: Media, metadata: VideoMetadata, processor: Any) -> np.n
     """Choose the frames to decode: all of a list, or as HF's processor does in a file's clip.
 
     Returns:
-        (F,) indices among all frames of the file, of which :func:`probe_video` gave `metadata`.
+        (F,) indices among all frames of the file; `metadata` is what :func:`probe_video` gave of
+        it.
 
     Raises:
         BadSample: the clip is empty, or there are fewer frames than a patch covers.

@@ -214,7 +214,7 @@ class CommandLine:
 
 @cache
 def _parser() -> StrictParser:
-    """Return a parser of our flags, and of those of Megatron's that we read."""
+    """Return a parser of our flags, and of the Megatron flags that we read."""
     parser = StrictParser(allow_abbrev=False, add_help=False)
     add_arguments(parser)
     add_early_arguments(parser)

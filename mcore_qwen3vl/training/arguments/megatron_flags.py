@@ -14,7 +14,7 @@ from mcore_qwen3vl.machine import version_of
 FLAGS = Path(__file__).with_name("megatron-flags.txt")
 """The list for :meth:`Sorting.from_text`."""
 LISTED = "0.19.2"
-"""The version of megatron-core that has no other flags than those of the list."""
+"""The version of megatron-core whose flags are all in the list."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class Parsed(NamedTuple):
         settings: what it says.
         args: Megatron's arguments, for its functions alone, which also write into them.
         explicit: the ``dest`` names of those that the command line sets.
-        replaced: those of them, with their values, for which the checkpoint's hold.
+        replaced: the explicit ones, with their values, that the checkpoint's values replace.
     """
 
     settings: Settings

@@ -99,7 +99,7 @@ def first_state_of(checkpoints: str | Path, iteration: int) -> dict[str, Any] | 
     file = _file_of(checkpoints, iteration, 0)
     if not file.exists():
         return None
-    refuse_special_files(file.parent)  # those of all ranks, which are read after the first
+    refuse_special_files(file.parent)  # the files of all ranks: the others are read after this one
     return _read_state(file)
 
 

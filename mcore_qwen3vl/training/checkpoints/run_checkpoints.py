@@ -149,7 +149,7 @@ class RunCheckpoints:
         self._run.norms.settle()  # raises for a step that must not be saved
         with self._run.metrics.pause(), explain_save_errors(folder, iteration):
             if dist.get_rank() == 0:
-                # A run that was killed may have left files here, also those of more ranks.
+                # A killed run may have left files here, even of more ranks.
                 remove_checkpoint(folder, iteration)
                 if not self._has_companions:  # the same for all saves of a run
                     companions.save_companions(self._settings)

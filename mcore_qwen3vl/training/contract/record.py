@@ -36,7 +36,7 @@ OF_VALIDATION = ("validation", "reading of records", "row length", "settings of 
 _RENAMED = {"further token": "MTP"}
 """Names that earlier versions gave to rows."""
 _OF_TRAINING = ("mixture", "packing")
-"""Values of the reading of records that say how those of the training are read."""
+"""Values of the reading of records that are about training records."""
 
 
 @dataclass(frozen=True)

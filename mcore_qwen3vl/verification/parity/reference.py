@@ -193,7 +193,7 @@ class Reference:
     ) -> Expected:
         """Compute logits, losses and, with `gradients`, all gradients, summed over samples.
 
-        The gradients are those of the loss and of `router_losses`, which are no part of the losses.
+        The gradients are of the loss plus `router_losses`; the losses leave the routers' out.
         """
         self.model.zero_grad(set_to_none=True)
         scale = 1 / batch.tokens

@@ -151,8 +151,8 @@ def validations(outcome: Outcome) -> dict[str, float]:
 def agree(a: Any, b: Any, limit: float, least: float = 1e-3) -> bool:
     """Return whether two numbers differ by at most `limit` of the larger one, or of `least`.
 
-    Rewards are differences of log-probabilities, each of which is rounded by a part of itself, so
-    they are compared by the size of these: `least` is 1 for them.
+    Rewards are differences of log-probabilities. Each log-probability is rounded by a part of
+    itself, so rewards are compared by the size of these: `least` is 1 for rewards.
     """
     if a is None or b is None:
         return bool(a == b)

@@ -132,12 +132,12 @@ class Outcome:
 
     @property
     def log(self) -> dict[int, dict[str, Any]]:
-        """The entries of all steps; a step that was made twice has those of the second time."""
+        """The entries of all steps; a repeated step has the entries of the second time."""
         return {int(entry["iteration"]): entry for one in self.ran for entry in one.log}
 
     @property
     def samples(self) -> dict[int, list[TrainedSample]]:
-        """The samples of all steps; a step that was made twice has those of the second time."""
+        """The samples of all steps; a repeated step has the samples of the second time."""
         return {step: some for one in self.ran for step, some in sorted(one.samples.items())}
 
     def names(self, step: int) -> Counter[str]:

@@ -47,8 +47,8 @@ metadata of the model, and its config.
 Megatron-Bridge's `pretrain` and ms-swift's `megatron sft` were run for two steps of training, and
 export to Hugging Face at the same time. They ran with transformers 5.12.1, datasets 4.8.4, peft
 0.20 and nvidia-resiliency-ext 0.7.0. Besides the extension, these are replaced: Megatron-Bridge's
-refusal to start without CUDA, the index that it compiles for text, its smallest picture, and
-ms-swift's fixed number of the image token, which a small vocabulary does not have::
+refusal to start without CUDA, its compiled index for text, its smallest picture, and ms-swift's
+fixed number of the image token, which a small vocabulary does not have::
 
     python $peers hf hf-small small
     for maker in megatron-bridge ms-swift; do

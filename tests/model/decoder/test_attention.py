@@ -136,7 +136,7 @@ def test_a_part_of_each_head_turns_as_in_hugging_face(name: str) -> None:
 
 LENGTH, BATCH, HEADS, WIDTH = 7, 2, 3, 10
 PART = 6
-"""The values of each head that turn, in the models in which not all do."""
+"""The values of each head that turn, in models with a partial rotation."""
 
 
 def given(batch: int, rotated: int = WIDTH) -> tuple[Tensor, Tensor]:
