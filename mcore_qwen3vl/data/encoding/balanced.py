@@ -259,7 +259,7 @@ class _Stubs:
 def load_or_measure_sizes(
     factory: MeasuredFactory,
     measure: Callable[[MeasuredFactory, int], tuple[Size | Unusable, int]],
-    stamp_of: Callable[[MeasuredFactory, int], int],
+    stamp: Callable[[MeasuredFactory, int], int],
     settings: str,
     processes: int,
 ) -> None:
@@ -269,7 +269,7 @@ def load_or_measure_sizes(
 
     Args:
         measure: returns the size or the flaw of the sample with a number, and its media's stamp.
-        stamp_of: returns the stamp alone.
+        stamp: returns the stamp alone.
         settings: what the sizes depend on besides the data.
         processes: number of processes that measure.
     """
@@ -285,7 +285,7 @@ def load_or_measure_sizes(
             f"comparing the media of {data} with their measurement",
         )
         now: list[int] = []
-        measure_in_children(partial(stamp_of, factory), compared, now.append, processes, title)
+        measure_in_children(partial(stamp, factory), compared, now.append, processes, title)
         return sizes if now == sizes.stamps[compared].tolist() else None
 
     def measure_all() -> Sizes:
@@ -505,7 +505,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         source = self._sources[factory.subflavors[SOURCE]]
         return json.dumps([self._settings, repr(source.reading), repr(source.limits)])
 
-    def _require_usable(self, source: int) -> None:
+    def _look_for_usable(self, source: int) -> None:
         for factory in self._measured:
             if factory.subflavors[SOURCE] == source:
                 every = range(factory.count)

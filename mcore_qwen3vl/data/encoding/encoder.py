@@ -222,10 +222,10 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, PlannedRecord, Batch, Batch]):
         except SkipSample:
             if source not in self._tried:
                 self._tried.add(source)
-                self._require_usable(source)
+                self._look_for_usable(source)
             raise
 
-    def _require_usable(self, source: int) -> None:
+    def _look_for_usable(self, source: int) -> None:
         """Raise BadInput if a data set of the source has no record that can be used."""
         for data_set, samples in enumerate(self.data_sets):
             if samples.source == source:
