@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.encoding.balanced import Size
+from mcore_qwen3vl.data.sizes import Size
 from mcore_qwen3vl.data.workload import Workload, pack_by_work
 from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.verification.figures import write_figures

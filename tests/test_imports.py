@@ -74,6 +74,7 @@ ORDER = (
     "data.datasets",
     "data.order",
     "data.scores",
+    "data.sizes",
     "data.encoding",
     "data",
     "unused.folder",

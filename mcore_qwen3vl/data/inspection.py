@@ -20,7 +20,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import counted
 from mcore_qwen3vl.data.config import DataConfig, parse_sources
 from mcore_qwen3vl.data.datasets import CrudeSamples, unread_of
-from mcore_qwen3vl.data.encoding.balanced import Size, size_of
+from mcore_qwen3vl.data.encoding.balanced import size_of
 from mcore_qwen3vl.data.encoding.packing import best_fit
 from mcore_qwen3vl.data.encoding.planning import check_length
 from mcore_qwen3vl.data.encoding.preparation import Preparation
@@ -32,6 +32,7 @@ from mcore_qwen3vl.data.records.media import peculiarities
 from mcore_qwen3vl.data.records.reading import PLAIN, OverlongSample, Reading, reason_of
 from mcore_qwen3vl.data.records.video import is_uneven
 from mcore_qwen3vl.data.sidecar import OpenSidecar
+from mcore_qwen3vl.data.sizes import Size
 from mcore_qwen3vl.data.workload import Balance, Workload, pack_by_length, pack_by_work
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import atomic_write

@@ -1,6 +1,6 @@
 """Sizes of samples for balanced work, measured before training: at once, or in parts.
 
-What is kept is what :mod:`.encoding.balanced` keeps when training measures, in the same file.
+What is kept is what :mod:`.sizes` keeps when training measures, in the same file.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from megatron.energon import WorkerConfig
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, parse_sources
 from mcore_qwen3vl.data.datasets import load_sources
-from mcore_qwen3vl.data.encoding.balanced import (
+from mcore_qwen3vl.data.encoding.balanced import BalancedTaskEncoder
+from mcore_qwen3vl.data.indexes import origin
+from mcore_qwen3vl.data.parts import Parts, depends_on
+from mcore_qwen3vl.data.processor import require_fitting
+from mcore_qwen3vl.data.records.reading import Reading
+from mcore_qwen3vl.data.sizes import (
     BAD,
     OVERLONG,
-    BalancedTaskEncoder,
     MeasuredFactory,
     Size,
     Sizes,
@@ -28,10 +32,6 @@ from mcore_qwen3vl.data.encoding.balanced import (
     measure_in_children,
     sizes_file_of,
 )
-from mcore_qwen3vl.data.indexes import origin
-from mcore_qwen3vl.data.parts import Parts, depends_on
-from mcore_qwen3vl.data.processor import require_fitting
-from mcore_qwen3vl.data.records.reading import Reading
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.flops import ALL
 from mcore_qwen3vl.part import Part

@@ -9,9 +9,9 @@ from itertools import batched
 import numpy as np
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.encoding.balanced import Size, uneven_works
 from mcore_qwen3vl.data.encoding.division import Row, divide
 from mcore_qwen3vl.data.encoding.packing import best_fit
+from mcore_qwen3vl.data.sizes import Size, uneven_works
 from mcore_qwen3vl.model import flops
 
 

@@ -19,7 +19,6 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import print_unused
 from mcore_qwen3vl.data.config import DataConfig, Source, parse_sources
 from mcore_qwen3vl.data.datasets import CrudeSamples
-from mcore_qwen3vl.data.encoding.balanced import PATIENCE
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.data.loader import Loader
 from mcore_qwen3vl.data.processor import load_processor
@@ -31,6 +30,7 @@ from mcore_qwen3vl.data.sharing import (
     new_host_group,
     rank_reads,
 )
+from mcore_qwen3vl.data.sizes import PATIENCE
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.flops import ALL
 from mcore_qwen3vl.model.inputs import length_multiple

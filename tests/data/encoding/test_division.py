@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.data.encoding.balanced import Size, uneven_works
 from mcore_qwen3vl.data.encoding.division import divide
+from mcore_qwen3vl.data.sizes import Size, uneven_works
 from mcore_qwen3vl.data.workload import Workload, pack_by_length, pack_by_work
 from mcore_qwen3vl.published_configs import PUBLISHED
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from mcore_qwen3vl.data import DataConfig
-from mcore_qwen3vl.data.encoding.balanced import Size
 from mcore_qwen3vl.data.inspection import DataReport, check_data
 from mcore_qwen3vl.data.records.media import Media, MediaFolder
 from mcore_qwen3vl.data.records.parse import parse_record
@@ -20,6 +19,7 @@ from mcore_qwen3vl.data.records.reading import BadSample
 from mcore_qwen3vl.data.records.tasks import labels_in, parse_labelled, parse_pair
 from mcore_qwen3vl.data.records.video import load_frames, probe_video
 from mcore_qwen3vl.data.rewriting import write_turns
+from mcore_qwen3vl.data.sizes import Size
 from tests.command import exit_code
 from tests.data.conftest import WriteJsonl, chat, write_png
 from tests.data.encoding.test_rendering_left_out import A, Q, rendered, talk
