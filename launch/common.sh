@@ -177,7 +177,7 @@ drop_overridden() {
 # container, the Python here may lack the package.
 check_flags() {
     local said code=0
-    said=$(WORLD_SIZE=$((NODES * GPUS_PER_NODE)) python3 -m mcore_qwen3vl.training.arguments.checks "$@" 2>&1) || code=$?
+    said=$(WORLD_SIZE=$((NODES * GPUS_PER_NODE)) python3 -m mcore_qwen3vl.training.arguments.launch_check "$@" 2>&1) || code=$?
     ((code == 0 || code == 2)) || return 0
     if [[ -n $said ]]; then printf '%s\n' "$said" >&2; fi
     return "$code"

@@ -24,12 +24,7 @@ from mcore_qwen3vl.errors import Unfinished
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.runtime.gpus import disable_compile_without_compiler, order_transfers
 from mcore_qwen3vl.settings.schedule import ITERS
-from mcore_qwen3vl.training.arguments.checks import (
-    check_early,
-    require_gpu,
-    unused_data_flags,
-    unused_rates,
-)
+from mcore_qwen3vl.training.arguments.checks import check_early, require_gpu
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.help import help_words, print_megatron_help
 from mcore_qwen3vl.training.arguments.parser import (
@@ -40,6 +35,7 @@ from mcore_qwen3vl.training.arguments.parser import (
     without_help_texts,
 )
 from mcore_qwen3vl.training.arguments.settings import statement_of_defaults
+from mcore_qwen3vl.training.arguments.unused import unused_data_flags, unused_rates
 from mcore_qwen3vl.training.events import FINALIZE, FORWARD_BACKWARD, LOG, Built, RunObserver
 from mcore_qwen3vl.training.folders import lock_folders
 from mcore_qwen3vl.training.logs import metrics

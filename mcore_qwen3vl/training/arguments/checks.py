@@ -4,22 +4,20 @@
 the checks of single concerns are.
 
 :func:`check_early` needs no torch, no megatron and no ranks. ``mcore-qwen3vl train`` runs it before
-it starts ranks, launch scripts run it with ``python -m`` of this module, and every rank runs it
-before it imports megatron, which takes seconds.
+it starts ranks, launch scripts run it by :mod:`.launch_check`, and every rank runs it before it
+imports megatron, which takes seconds.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.certificate_file import read_to_quote
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.console import visible
 from mcore_qwen3vl.converters.hf.companions import read_form, require_processor
 from mcore_qwen3vl.converters.identify import (
     SMALL,
@@ -46,9 +44,8 @@ from mcore_qwen3vl.settings.run import (
     TrainingSettings,
 )
 from mcore_qwen3vl.settings.schedule import ITERS, SAMPLES
-from mcore_qwen3vl.training.arguments.command_line import COMMAND_LINE, CommandLine
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.experts import check_experts
-from mcore_qwen3vl.training.arguments.help import help_words
 from mcore_qwen3vl.training.arguments.settings import WHOLE, Settings
 from mcore_qwen3vl.training.folders import (
     check_export,
@@ -57,7 +54,6 @@ from mcore_qwen3vl.training.folders import (
     require_folder,
 )
 from mcore_qwen3vl.training.logs.trackers import check_tracker
-from mcore_qwen3vl.unused.fields import Unused
 
 
 def check(settings: Settings, architecture: Architecture) -> None:
@@ -353,37 +349,6 @@ def _check_schedule(settings: Settings) -> None:
         schedule.check_length(length, unit)
 
 
-def unused_data_flags(settings: Settings, explicit: Collection[str]) -> list[Unused]:
-    """Return what the command line sets, by its ``dest`` names in `explicit`, and no rank uses."""
-    from mcore_qwen3vl.data.readers.tables import is_table
-
-    loop, unused = settings.loop, []
-    paths = [source.path for source in parse_sources(loop.training_data)]
-    if "shuffle_buffer" in explicit and all(
-        path.suffix in (".json", ".jsonl") or is_table(path) for path in paths
-    ):
-        why = "each epoch of these data has a permutation of its own"
-        unused.append(Unused(COMMAND_LINE, "--shuffle-buffer", why))
-    if not (loop.rampup_batch_size or loop.step_batch_size_schedule):
-        batch = loop.global_batch_size or 1
-        if left := (loop.train_samples or 0) % batch:
-            why = f"a step takes {batch} samples, so the learning rate does not reach its end"
-            unused.append(Unused(COMMAND_LINE, f"the last {left} of --train-samples", why))
-    held_out = parse_sources(loop.valid_data_path) if loop.valid_data_path else []
-    why = "a validation reads each data set once"
-    if len({source.weight for source in held_out}) > 1:
-        unused.append(Unused("--valid-data-path", "weight", why))
-    if {source.epochs for source in held_out} - {None, 1}:
-        unused.append(Unused("--valid-data-path", "epochs", why))
-    return unused
-
-
-def unused_rates(replaced: Mapping[str, Any]) -> list[Unused]:
-    """Return the flags, by their ``dest`` names, for which the checkpoint's values hold."""
-    why = "--use-checkpoint-opt-param-scheduler takes the checkpoint's"
-    return [Unused(COMMAND_LINE, f"{flag_of(name)} {v}", why) for name, v in replaced.items()]
-
-
 def _check_checkpoint_kinds(settings: Settings) -> None:
     """Check each flag's checkpoint: without one Megatron would start from random weights."""
     checkpoints = settings.checkpoints
@@ -563,31 +528,3 @@ def check_deep_ep(backend: str | None) -> None:
             f"--moe-token-dispatcher-type flex: {folder} is DeepEP 2, in which Megatron-Core does "
             "not find what it needs. Build DeepEP 1.2.1, or its branch hybrid-ep."
         )
-
-
-def _main(words: Sequence[str]) -> int:
-    """Check a launch script's flags for ``WORLD_SIZE`` ranks; return the exit code, 0 or 2.
-
-    After ``--dry-run``, only flags that are wrong on every machine are refused. The rest is noted,
-    because the run may have its model and data on another machine.
-    """
-    dry_run = words[:1] == ["--dry-run"]
-    command = CommandLine(words[dry_run:])
-    if help_words(command.words) is not None:
-        return 0
-    noted = False
-    try:
-        command.check_names()
-        _ = command.settings  # parses them, and raises BadInput for an invalid value
-        noted = dry_run  # what is refused from here on may depend on the machine
-        check_early(command)
-        command.layout(int(os.environ["WORLD_SIZE"]))
-    except BadInput as error:
-        what = "note: this would be refused here" if noted else "error"
-        print(f"{what}: {visible(str(error))}", file=sys.stderr)
-        return 0 if noted else error.exit_code
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1:]))

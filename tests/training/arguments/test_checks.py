@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,7 @@ from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.converters.identify import TRACKER
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.arguments import checks
-from mcore_qwen3vl.training.arguments.checks import (
-    check_deep_ep,
-    check_early,
-    check_surroundings,
-    unused_data_flags,
-)
+from mcore_qwen3vl.training.arguments.checks import check_deep_ep, check_early, check_surroundings
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.folders import claim_folders
@@ -286,19 +280,6 @@ def test_a_number_of_epochs_is_the_only_length(dense: Path) -> None:
     ramp = ["--rampup-batch-size", "1", "1", "8", "--global-batch-size", "8", "--lr", "1"]
     with pytest.raises(BadInput, match=r"--rampup-batch-size: .*Give --train-samples N"):
         validate([*argv, "--num-epochs", "2", *ramp], 1)
-
-
-def test_what_no_rank_uses_is_named(dense: Path) -> None:
-    data = ("--data-path", "a.jsonl", "--shuffle-buffer", "7")
-    valid = ("--valid-data-path", "0.3", "a.jsonl", "0.7", "b.jsonl")
-    settings = parsed(dense, *data, *valid).settings
-    named = unused_data_flags(settings, {"shuffle_buffer", "valid_data_path"})
-    assert [item.name for item in named] == ["--shuffle-buffer", "weight"]
-    loop = replace(settings.loop, train_samples=10, global_batch_size=4, valid_data_path=None)
-    (rest,) = unused_data_flags(replace(settings, loop=loop), set())
-    assert rest.name == "the last 2 of --train-samples"
-    tars = parsed(dense, "--data-path", "tars", "--shuffle-buffer", "7")
-    assert unused_data_flags(tars.settings, {"shuffle_buffer"}) == []
 
 
 @pytest.mark.parametrize(
