@@ -49,7 +49,7 @@ from torch.autograd.function import once_differentiable
 from mcore_qwen3vl.kernels import fits
 from mcore_qwen3vl.kernels.log_probs import reduce_logits, write_gradient
 from mcore_qwen3vl.memory_labels import label_module
-from mcore_qwen3vl.model.kernels import add_product, stand_in_gradient
+from mcore_qwen3vl.model.weight_gradient import add_product, stand_in_gradient
 
 label_module(__file__, "logits and loss")
 

@@ -14,9 +14,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.model.decoder.experts import indices_to_multihot
-from mcore_qwen3vl.model.kernels import accumulate_in_products
 from mcore_qwen3vl.model.recompute import remember_fused_norms
 from mcore_qwen3vl.model.transformer_config import Spec
+from mcore_qwen3vl.model.weight_gradient import accumulate_in_products
 
 
 def patch_libraries(config: TransformerConfig, spec: Spec) -> None:

@@ -43,14 +43,9 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.memory_labels import label_module
-from mcore_qwen3vl.model.inputs import (
-    PER_PATCH,
-    VisualInputs,
-    interpolation_arguments,
-    to_device,
-)
-from mcore_qwen3vl.model.kernels import accumulate_weight_gradient
+from mcore_qwen3vl.model.inputs import PER_PATCH, VisualInputs, interpolation_arguments, to_device
 from mcore_qwen3vl.model.vision_block import Linear, adapt_block
+from mcore_qwen3vl.model.weight_gradient import accumulate_weight_gradient
 
 label_module(__file__, "vision tower")
 

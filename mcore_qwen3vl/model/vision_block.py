@@ -24,8 +24,8 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
 from mcore_qwen3vl.kernels import fits, gelu, norm, qkv_rotary
 from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.decoder.attention import rotate, rotate_fused
-from mcore_qwen3vl.model.kernels import linear, weight_gradient
 from mcore_qwen3vl.model.recompute import recomputing, remember, remember_outputs_of
+from mcore_qwen3vl.model.weight_gradient import linear, weight_gradient
 
 label_module(__file__, "vision tower")
 

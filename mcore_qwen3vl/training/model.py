@@ -13,7 +13,7 @@ from megatron.training.checkpointing import checkpoint_exists
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.model import kernels
+from mcore_qwen3vl.model import pointwise
 from mcore_qwen3vl.model.flops import Trained
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.lora import adapter_freezing
@@ -74,7 +74,7 @@ def model_provider(
         # (`Run._evaluate`), but HybridEP when the model is built.
         fields_of_all["moe_hybridep_pad_uneven_dispatch_inputs"] = True
     if training.compile_pointwise:
-        kernels.compile_pointwise()
+        pointwise.compile_pointwise()
     labels = settings.labels
     kind = Qwen3VLModel if labels is None else TaskModel.with_labels(labels, loop.seed)
     freezing = adapter_freezing() if lora else Freezing(training.freeze, training.trainable)

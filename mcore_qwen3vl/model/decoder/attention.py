@@ -54,7 +54,7 @@ from mcore_qwen3vl.kernels.heads import HeadColumns, HeadNorms, split_heads
 from mcore_qwen3vl.memory_labels import label_module
 from mcore_qwen3vl.model.decoder.norm import StandaloneRMSNorm
 from mcore_qwen3vl.model.inputs import local_positions, to_device
-from mcore_qwen3vl.model.kernels import Pointwise
+from mcore_qwen3vl.model.pointwise import Pointwise
 from mcore_qwen3vl.model.recompute import compute_keeping_inputs, recipe_of, remember
 
 label_module(__file__, "attention")

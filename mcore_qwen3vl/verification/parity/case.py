@@ -131,7 +131,7 @@ class ParityCase:
             fp32, so it is set after the model is built.
         freeze: parts and patterns to freeze, see :class:`mcore_qwen3vl.model.freeze.Freezing`.
         config: further ``TransformerConfig`` fields, such as recompute.
-        compile_pointwise: see :mod:`mcore_qwen3vl.model.kernels`.
+        compile_pointwise: see :mod:`mcore_qwen3vl.model.pointwise`.
         weights_in_files: hold the weights of both models, on the CPU, in temporary files, so that
             they leave memory where it is short and are read again when they are used.
     """

@@ -41,7 +41,7 @@ from mcore_qwen3vl.converters.live import (
     load_weights,
     unwrap,
 )
-from mcore_qwen3vl.model import kernels
+from mcore_qwen3vl.model import pointwise
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.lora import adapt
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, build_chunks
@@ -129,7 +129,7 @@ class Engine:
     ) -> None:
         self.case = case
         if case.compile_pointwise:
-            kernels.compile_pointwise()
+            pointwise.compile_pointwise()
         overrides = {
             "calculate_per_token_loss": True,
             "params_dtype": case.torch_dtype,

@@ -1,17 +1,12 @@
-"""Kernels for the work of several: compiled pointwise regions, products that add their result.
+"""Gradients of weights, which the product that computes them adds to Megatron's buffer.
 
-``torch.compile`` makes one kernel of each pointwise region, once :func:`compile_pointwise` was
-called.
-
-The product that computes a weight's gradient adds it to Megatron's float32 buffer itself. Without
-this, a product is rounded to the weight's dtype, written, read again, and added by another kernel.
-Megatron takes the fused product for its own linear layers from Apex. PyTorch has one too.
+The product adds to the float32 buffer itself. Without this, it is rounded to the weight's dtype,
+written, read again, and added by another kernel. Megatron takes the fused product for its own
+linear layers from Apex. PyTorch has one too.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,46 +21,6 @@ from torch import Tensor
 from mcore_qwen3vl.memory_labels import label_module
 
 label_module(__file__, None)
-
-VARIANTS = 32
-"""Limit of compiled variants per function; beyond it the function runs uncompiled.
-
-Variants differ in the inputs' rank, layout and dtype, and in which sizes are one; all other sizes
-share one variant.
-"""
-
-
-class Pointwise[**P, R]:
-    """A decorator: the function runs as it is written, or compiled after :func:`compile_pointwise`.
-
-    The function is called inside autograd Functions, so on tensors without gradients. It must not
-    branch on their values or sizes.
-    """
-
-    everywhere = False
-    """Whether all decorated functions of this process are compiled."""
-
-    def __init__(self, function: Callable[P, R]) -> None:
-        self._function = function
-        self._compiled: Callable[..., R] | None = None
-
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if not Pointwise.everywhere:
-            return self._function(*args, **kwargs)
-        if self._compiled is None:
-            compile_function = inspect.unwrap(torch.compile)  # the CPU backend wraps it
-            self._compiled = compile_function(self._function, dynamic=True)
-        # Requiring a gradient or not would make another variant.
-        values = (value.detach() if isinstance(value, Tensor) else value for value in args)
-        return self._compiled(*values, **kwargs)
-
-
-def compile_pointwise() -> None:
-    """Compile all decorated functions from now on, until the process ends."""
-    Pointwise.everywhere = True
-    config: Any = torch._dynamo.config
-    config.disable = False  # set on the simulated GPU, and where there is no C compiler
-    config.recompile_limit = max(config.recompile_limit, VARIANTS)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

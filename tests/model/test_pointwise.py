@@ -1,4 +1,4 @@
-"""Pointwise functions are compiled only if asked for; weight gradients reach the buffer of DDP."""
+"""Pointwise functions are compiled only if asked for."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import textwrap
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mcore_qwen3vl.model import kernels
+from mcore_qwen3vl.model import pointwise
 from mcore_qwen3vl.model.decoder.attention import rotate
-from mcore_qwen3vl.model.kernels import Pointwise
+from mcore_qwen3vl.model.pointwise import Pointwise
 from mcore_qwen3vl.runtime.launch import run_layout
 
 
@@ -33,36 +33,6 @@ def test_as_it_is_written_unless_asked_for() -> None:
     assert not Pointwise.everywhere
 
 
-@pytest.mark.parametrize(("has_buffer", "is_marked"), [(True, True), (True, False), (False, True)])
-def test_a_linear_adds_its_weights_gradient_to_the_buffer(
-    has_buffer: bool, is_marked: bool
-) -> None:
-    """It does so if it is marked, as ``--no-gradient-accumulation-fusion`` marks none."""
-    is_accumulated = has_buffer and is_marked
-    torch.manual_seed(1)
-    made, plain = (nn.Linear(5, 3).double() for _ in range(2))
-    plain.load_state_dict(made.state_dict())
-    if has_buffer:
-        made.weight.main_grad = torch.ones(3, 5, dtype=torch.float64)
-        made.weight.grad_added_to_main_grad = False
-    if is_marked:
-        kernels.accumulate_weight_gradient(made.weight)
-    inputs = torch.randn(2, 7, 5, dtype=torch.float64)
-    gradients = []
-    for module in (lambda x: kernels.linear(x, made.weight, made.bias), plain):
-        x = inputs.clone().requires_grad_()
-        output = module(x)
-        output.sin().sum().backward()
-        gradients.append([output.detach(), x.grad])
-    found = made.weight.main_grad - 1 if is_accumulated else made.weight.grad
-    assert made.weight.grad is not None  # its arrival is what DDP waits for
-    assert getattr(made.weight, "grad_added_to_main_grad", False) == is_accumulated
-    gradients[0] += [found, made.bias.grad]
-    gradients[1] += [plain.weight.grad, plain.bias.grad]
-    for ours, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
 def _results() -> list[Tensor]:
     """Compute rotary embeddings with gradients."""
     torch.manual_seed(2)
@@ -80,7 +50,7 @@ def _both() -> tuple[list[Tensor], list[Tensor], int]:
     from torch._dynamo.utils import counters
 
     written = _results()
-    kernels.compile_pointwise()
+    pointwise.compile_pointwise()
     compiled = _results()
     assert not counters["graph_break"]
     return written, compiled, counters["frames"]["ok"]
@@ -101,7 +71,7 @@ PROGRAM = """
     start_again(Settings())
 
     import torch
-    from mcore_qwen3vl.model import kernels
+    from mcore_qwen3vl.model import pointwise
     from mcore_qwen3vl.model.decoder.attention import rotate
     from mcore_qwen3vl.simulated_gpu.device import Device
 
@@ -121,7 +91,7 @@ PROGRAM = """
         return {name: after[name] - before[name] for name in names}
 
     written = counted()
-    kernels.compile_pointwise()
+    pointwise.compile_pointwise()
     print(json.dumps([written, counted()]))
 """
 
