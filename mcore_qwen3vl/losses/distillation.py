@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     from mcore_qwen3vl.losses import passes, teacher_file, tokens
     from mcore_qwen3vl.losses.reduction import Objective, Reduced
     from mcore_qwen3vl.model import inputs as model_inputs
-    from mcore_qwen3vl.model import log_probs as chunked
+    from mcore_qwen3vl.model import top_tokens
     from mcore_qwen3vl.model.decoder.attention import PackedSequence
     from mcore_qwen3vl.model.head import Head
     from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel
 else:
     torch = Lazy("torch")
-    chunked = Lazy("mcore_qwen3vl.model.log_probs")
+    top_tokens = Lazy("mcore_qwen3vl.model.top_tokens")
     passes, tokens = map(Lazy, ("mcore_qwen3vl.losses.passes", "mcore_qwen3vl.losses.tokens"))
     teacher_file = Lazy("mcore_qwen3vl.losses.teacher_file")
     model_inputs = Lazy("mcore_qwen3vl.model.inputs")
@@ -229,7 +229,7 @@ def _divergences_and_cross_entropies(
         hidden_states,
         output_weight,
         reduce=partial(
-            chunked.log_probs_of, ids=ids, targets=labels, temperature=settings.temperature
+            top_tokens.log_probs_of, ids=ids, targets=labels, temperature=settings.temperature
         ),
     )
     return torch.stack([divergences(student, teacher, settings), -of_labels])
@@ -262,7 +262,7 @@ def _teachers_likeliest(
     ids, log_probs = output_layer(
         hidden_states,
         output_weight,
-        reduce=partial(chunked.likeliest, k=k, temperature=temperature),
+        reduce=partial(top_tokens.likeliest, k=k, temperature=temperature),
     )
     return torch.cat([ids.float(), log_probs], -1)  # Megatron passes one tensor on
 

@@ -30,8 +30,9 @@ from mcore_qwen3vl.losses.reranker import answer_word_runner, relevance
 from mcore_qwen3vl.losses.teacher_file import encode_top
 from mcore_qwen3vl.model.head import Head
 from mcore_qwen3vl.model.inputs import to_device
-from mcore_qwen3vl.model.log_probs import likeliest, token_log_probs
+from mcore_qwen3vl.model.log_probs import token_log_probs
 from mcore_qwen3vl.model.qwen3vl import Qwen3VLModel, TaskModel
+from mcore_qwen3vl.model.top_tokens import likeliest
 from mcore_qwen3vl.scoring.records import BlockResults, SequenceSource
 
 Results = dict[str, dict[str, Any]]

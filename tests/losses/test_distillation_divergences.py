@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mcore_qwen3vl.losses.distillation import Distillation, divergences
-from mcore_qwen3vl.model.log_probs import FLOOR
+from mcore_qwen3vl.model.top_tokens import FLOOR
 
 ALL = [Distillation("forward"), Distillation("reverse"), Distillation("jsd", beta=0.3)]
 

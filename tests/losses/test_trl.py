@@ -19,7 +19,7 @@ from mcore_qwen3vl.losses.distillation import Distillation, divergences
 from mcore_qwen3vl.losses.kto import Kto, labelled_losses
 from mcore_qwen3vl.losses.preference import Preference, pair_losses
 from mcore_qwen3vl.losses.reward import reward_losses
-from mcore_qwen3vl.model.log_probs import FLOOR
+from mcore_qwen3vl.model.top_tokens import FLOOR
 
 trl = pytest.importorskip("trl")
 
