@@ -18,7 +18,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.rehearsal import holders
 from mcore_qwen3vl.rehearsal.command import Command, Role, prepare_command, roles_of
 from mcore_qwen3vl.rehearsal.holders import BACKWARD, FORWARD
-from mcore_qwen3vl.rehearsal.schedule import Durations, Pipeline, model_pipeline
+from mcore_qwen3vl.rehearsal.pipeline import Durations, Pipeline, model_pipeline
 from mcore_qwen3vl.rehearsal.step_time import (
     Constants,
     Model,

@@ -2,7 +2,7 @@
 
 In each direction and virtual stage, a micro-batch takes the GPU's time or the host's time to launch
 it, whichever is longer. The GPU's time is the sum of matmuls, attention, all other kernels (by the
-bytes that they move) and exchanges. :func:`mcore_qwen3vl.rehearsal.schedule.simulate` runs the
+bytes that they move) and exchanges. :func:`mcore_qwen3vl.rehearsal.pipeline.simulate` runs the
 pipeline with these times. The work of an iteration that happens once, such as the optimizer's step,
 follows. If Megatron overlaps the data-parallel exchange with a micro-batch, only the part that
 outlasts it counts. With ``--overlap-moe-expert-parallel-comm`` most of the experts' exchange runs
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.rehearsal.holders import BACKWARD, COMBINE, DISPATCH, FORWARD
-from mcore_qwen3vl.rehearsal.schedule import Durations, simulate
+from mcore_qwen3vl.rehearsal.pipeline import Durations, simulate
 from mcore_qwen3vl.runtime.gpus import Gpu
 from mcore_qwen3vl.simulated_gpu.device import Interval, Traffic
 from mcore_qwen3vl.simulated_gpu.rank import BYTES, KINDS, ONE_KEY
@@ -223,7 +223,7 @@ class Model:
 
         Args:
             ranks: one rank of each role, in the order of the pipeline.
-            group: see :func:`mcore_qwen3vl.rehearsal.schedule.simulate`.
+            group: see :func:`mcore_qwen3vl.rehearsal.pipeline.simulate`.
             dp: data-parallel size, CP not included.
         """
         stages = [rank for rank in ranks for _ in range(rank.stages)]

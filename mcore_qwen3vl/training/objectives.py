@@ -1,4 +1,4 @@
-"""What a run minimises, as Megatron's loop takes it: its forward step and its schedule."""
+"""What a run minimises, as Megatron's loop takes it: its forward step and its passes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def forward_step_of(settings: Settings) -> ForwardStep:
     )
 
 
-def schedule_of(settings: Settings, second: SecondModel | None) -> Wrapper:
+def passes_of(settings: Settings, second: SecondModel | None) -> Wrapper:
     """Return what replaces ``get_forward_backward_func``: some losses take two passes in a step."""
     frozen = second.in_place_of if second else None
     passes = settings.loss.schedule(settings, settings.lora, frozen)

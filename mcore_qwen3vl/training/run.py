@@ -336,11 +336,11 @@ class Run:
         return {
             "compile_helpers": lambda original: None,
             "get_megatron_optimizer": self._set_up_optimizer,
-            "get_optimizer_param_scheduler": self._set_up_schedule,
+            "get_optimizer_param_scheduler": self._set_up_rates,
             "load_checkpoint": checkpoints.load,
             "check_checkpoint_args": checkpoints.report_differences,
             "train_step": self._step,
-            "get_forward_backward_func": self._make_schedule,
+            "get_forward_backward_func": self._make_passes,
             "_allreduce_non_tensor_model_parallel_grads": hooks.reduce_in_pieces,
             "logical_and_across_model_parallel_group": partial(
                 hooks.success_of_all, fp16=settings.compute.fp16
@@ -390,8 +390,8 @@ class Run:
         self.observer.begin(Built(bound["model_chunks"], optimizer, second, self.data.trained))
         return optimizer
 
-    def _set_up_schedule(self, original: Any, optimizer: Any) -> Any:
-        """Make the schedule of learning rates, which begins with the run's length."""
+    def _set_up_rates(self, original: Any, optimizer: Any) -> Any:
+        """Make the schedule of learning rates, after the run's length is known."""
         from mcore_qwen3vl.training.optimizer import scale_warmup_start
 
         if self.settings.training.num_epochs:
@@ -401,15 +401,15 @@ class Run:
         scale_warmup_start(scheduler)
         return scheduler
 
-    def _make_schedule(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def _make_passes(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Return what runs the passes of all micro-batches of a step."""
-        from mcore_qwen3vl.training.objectives import schedule_of
+        from mcore_qwen3vl.training.objectives import passes_of
 
-        schedule = schedule_of(self.settings, self.second)(original, *args, **kwargs)
+        passes = passes_of(self.settings, self.second)(original, *args, **kwargs)
 
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
             with self.observer.during(FORWARD_BACKWARD):
-                return schedule(*args, **kwargs)
+                return passes(*args, **kwargs)
 
         return forward_backward
 

@@ -59,7 +59,7 @@ BEGIN = (
             "mcore_qwen3vl.training.model:model_provider",
             "mcore_qwen3vl.training.run:Run._set_up_optimizer",
             "mcore_qwen3vl.training.second_model:SecondModel.build",
-            "mcore_qwen3vl.training.run:Run._set_up_schedule",
+            "mcore_qwen3vl.training.run:Run._set_up_rates",
         ),
         (
             WrappedFunction(
@@ -99,9 +99,9 @@ BEGIN = (
         ("mcore_qwen3vl.training.data_provider:DataProvider",),
     ),
     Event(
-        "make the schedule",
+        "make the passes",
         "Make the function that runs all micro-batches of a step through the pipeline.",
-        ("mcore_qwen3vl.training.run:Run._make_schedule",),
+        ("mcore_qwen3vl.training.run:Run._make_passes",),
         (
             WrappedFunction(
                 "get_forward_backward_func",
@@ -131,7 +131,7 @@ STEP = (
     Event(
         "first pass",
         "Compute what a loss needs of the whole step before its gradients, if anything.",
-        ("mcore_qwen3vl.training.objectives:schedule_of",),
+        ("mcore_qwen3vl.training.objectives:passes_of",),
     ),
     Event(
         "batch",

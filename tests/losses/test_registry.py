@@ -22,7 +22,7 @@ from mcore_qwen3vl.losses.tokens import TokenLoss
 from mcore_qwen3vl.training.arguments.parser import validate
 from mcore_qwen3vl.training.arguments.settings import add_arguments
 from mcore_qwen3vl.training.logs.terminal import loss_name
-from mcore_qwen3vl.training.objectives import forward_step_of, schedule_of
+from mcore_qwen3vl.training.objectives import forward_step_of, passes_of
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def test_another_package_brings_a_whole_loss(installed: None, dense: Path) -> No
         ("the objective of", 3.0),
         "its way through the model",
     )
-    wrapped = schedule_of(settings, None)(lambda: "Megatron's")
+    wrapped = passes_of(settings, None)(lambda: "Megatron's")
     assert wrapped(forward_only=False) == ("twice", "Megatron's", {"forward_only": False})
     assert loss_name(["grad norm", "focal loss"]) == "focal loss"
     assert validated(dense, "--loss", "focal").loss.gamma == 2.0

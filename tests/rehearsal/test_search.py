@@ -17,8 +17,8 @@ from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.rehearsal import search as search_module
 from mcore_qwen3vl.rehearsal.command import Command, read_command
 from mcore_qwen3vl.rehearsal.holders import BACKWARD, FORWARD
+from mcore_qwen3vl.rehearsal.pipeline import Durations, model_pipeline
 from mcore_qwen3vl.rehearsal.rehearse import Options
-from mcore_qwen3vl.rehearsal.schedule import Durations, model_pipeline
 from mcore_qwen3vl.rehearsal.search import (
     ESTIMATE_OFF,
     FULL_RECOMPUTE,

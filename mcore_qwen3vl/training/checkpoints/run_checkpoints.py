@@ -103,7 +103,7 @@ class RunCheckpoints:
             self._clear_exports(0)
             return result
         if scheduler is not None:
-            self._set_schedule(scheduler)
+            self._set_rates(scheduler)
         self._trained = model, optimizer
         if optimizer is not None:
             check_state_of_weights(optimizer, folder)
@@ -129,7 +129,7 @@ class RunCheckpoints:
         original(saved, **kwargs)
         self._run.contract.check_arguments(saved)
 
-    def _set_schedule(self, scheduler: Any) -> None:
+    def _set_rates(self, scheduler: Any) -> None:
         """Complete what Megatron sets of a resumed run's schedule of rates."""
         if self._run.args.no_load_optim:  # it would begin anew with the optimizer's state
             scheduler.num_steps = self._run.args.consumed_train_samples

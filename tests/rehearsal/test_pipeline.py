@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mcore_qwen3vl.rehearsal.schedule import Durations, simulate
+from mcore_qwen3vl.rehearsal.pipeline import Durations, simulate
 
 
 def test_a_long_first_virtual_stage_keeps_all_others_waiting() -> None:
