@@ -8,9 +8,6 @@ This module imports neither torch nor megatron, so that conversion and inspectio
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -304,27 +301,6 @@ def read_config_file(path: Path) -> dict[str, Any]:
                 f"name for each: give a number up to {MOST_LABELS:,}, or leave it out."
             )
     return config
-
-
-@contextmanager
-def without_gpu_kernels() -> Iterator[None]:
-    """Hide the packages with GPU kernels that Hugging Face's delta nets would call.
-
-    Hugging Face chooses once, when a model's module is imported. So whatever imports the module
-    first, does it within this.
-    """
-    packages = ("causal_conv1d", "fla")
-    imported = {name: sys.modules.get(name) for name in packages}
-    # Of a module that is None, an import fails as if the package were not installed.
-    sys.modules.update(dict.fromkeys(packages))  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        for name, module in imported.items():
-            if module is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = module
 
 
 def family_of(config: dict[str, Any]) -> Family:

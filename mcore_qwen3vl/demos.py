@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from mcore_qwen3vl.config import without_gpu_kernels
 from mcore_qwen3vl.converters.convert import hf_to_mcore, mcore_to_hf
 from mcore_qwen3vl.errors import CheckFailed
+from mcore_qwen3vl.hf_kernels import without_gpu_kernels
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import run_layout

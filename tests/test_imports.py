@@ -28,6 +28,7 @@ ORDER = (
     "flags",
     "part",
     "lazy",
+    "hf_kernels",
     "files",
     "certificate_file",
     "functions",

@@ -25,9 +25,9 @@ from mcore_qwen3vl.config import (
     declared_expert_layout,
     family_of,
     text_section,
-    without_gpu_kernels,
 )
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.hf_kernels import without_gpu_kernels
 
 _MERGES = (
     "Ġ t", "h e", "i n", "Ġ a", "r e", "o n", "Ġ s", "e r", "Ġt he", "a t", "i s", "e n", "o r",

@@ -31,9 +31,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mcore_qwen3vl.config import Architecture, without_gpu_kernels
+from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.console import quiet_libraries
 from mcore_qwen3vl.converters.identify import TRACKER
+from mcore_qwen3vl.hf_kernels import without_gpu_kernels
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
 from mcore_qwen3vl.runtime.launch import run_layout

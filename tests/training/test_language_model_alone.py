@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mcore_qwen3vl.config import without_gpu_kernels
 from mcore_qwen3vl.converters.convert import mcore_to_hf
 from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation.prompts import process_conversations
+from mcore_qwen3vl.hf_kernels import without_gpu_kernels
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.training.arguments.command_line import CommandLine

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcore_qwen3vl.config import without_gpu_kernels
+from mcore_qwen3vl.hf_kernels import without_gpu_kernels
 from tests.generation.cases import hugging_face_inputs
 from tests.training.plain_mtp import PlainMTP
 from tests.vllm.conftest import Prompt

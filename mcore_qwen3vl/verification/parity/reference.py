@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mcore_qwen3vl.config import Architecture, family_of, read_config_file, without_gpu_kernels
+from mcore_qwen3vl.config import Architecture, family_of, read_config_file
 from mcore_qwen3vl.converters.adapters.adapter import read_adapter
 from mcore_qwen3vl.converters.adapters.config import PREFIX, lora_layers
 from mcore_qwen3vl.converters.hf.hf_checkpoint import HuggingFaceCheckpoint
@@ -32,6 +32,7 @@ from mcore_qwen3vl.converters.offline.engine import nonfinite_notes
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.dtypes import all_finite
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.hf_kernels import without_gpu_kernels
 from mcore_qwen3vl.verification.parity.case import (
     AdamW,
     GlobalBatch,
