@@ -38,7 +38,7 @@ from mcore_qwen3vl.converters.identify import PathKind, identify, resolve
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
-from mcore_qwen3vl.runtime.gpus import order_transfers
+from mcore_qwen3vl.runtime.device import prepare_device
 from mcore_qwen3vl.runtime.launch import initialize
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def _choose_device(device: str | None) -> Device:
     if device == "cpu" or (
         device is None and (cpu.is_installed() or not torch.cuda.is_available())
     ):
-        cpu.install()
+        prepare_device(cpu=True)
         return "cpu"
     if cpu.is_installed():
         raise BadInput(
@@ -173,7 +173,7 @@ def _choose_device(device: str | None) -> Device:
         )
     if not torch.cuda.is_available():
         raise BadInput("There is no GPU here: pass device='cpu', or leave device out.")
-    order_transfers()
+    prepare_device(cpu=False)
     return "cuda"
 
 

@@ -22,6 +22,7 @@ from mcore_qwen3vl import (
 )
 from mcore_qwen3vl.data import IGNORED
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.runtime import device
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from tests.turns import slow
@@ -256,7 +257,7 @@ def test_on_gpus_transfers_are_ordered_before_cuda_starts(monkeypatch):
     called = []
     monkeypatch.setattr(api.cpu, "is_installed", lambda: False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr(api, "order_transfers", lambda: called.append("order"))
+    monkeypatch.setattr(device, "order_transfers", lambda **_: called.append("order"))
     monkeypatch.setattr("torch.cuda.set_device", lambda device: called.append("start"))
     monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(api, "initialize", lambda *_, **__: None)

@@ -308,10 +308,9 @@ def _print_unused(
 def quiet_and_choose_backend(cpu: bool) -> None:
     """Quiet the libraries, and choose the backend before megatron is imported."""
     console.quiet_libraries()
-    if cpu:
-        from mcore_qwen3vl.runtime import cpu as backend
+    from mcore_qwen3vl.runtime.device import prepare_device
 
-        backend.install()
+    prepare_device(cpu=cpu)
 
 
 def _show_scores(tally: "Tally", written: str) -> None:

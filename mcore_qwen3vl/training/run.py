@@ -22,7 +22,7 @@ from rich.console import Console
 from mcore_qwen3vl.console import print_unused, visible
 from mcore_qwen3vl.errors import Unfinished
 from mcore_qwen3vl.model.flops import Trained
-from mcore_qwen3vl.runtime.gpus import disable_compile_without_compiler, order_transfers
+from mcore_qwen3vl.runtime.device import prepare_device
 from mcore_qwen3vl.settings.schedule import ITERS
 from mcore_qwen3vl.training.arguments.checks import check_early, require_gpu
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
@@ -96,16 +96,12 @@ def _choose_device(cpu: bool, *, several_queues: bool = False) -> None:
         # Warnings of megatron and torch about missing CUDA extensions do not matter here.
         warnings.filterwarnings("ignore", module="megatron")
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-        from mcore_qwen3vl.runtime.cpu import install
-
-        install(training=True)
         # Threads that wait for each other make small steps many times slower on a busy machine.
         if os.environ.setdefault("OMP_NUM_THREADS", "1") == "1":
             torch.set_num_threads(1)  # torch reads the variable once, and was imported before
     else:
         require_gpu()
-        order_transfers(several_queues=several_queues)
-        disable_compile_without_compiler()
+    prepare_device(cpu=cpu, training=True, several_queues=several_queues)
 
 
 class Run:
