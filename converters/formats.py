@@ -44,6 +44,11 @@ class CheckpointFormat:
     plan: Callable[..., Any] | None = None
     check_run: Callable[[Path, Namespace], None] = lambda folder, args: None
 
+    @property
+    def one_layout(self) -> bool:
+        """Whether a checkpoint loads under its own layout only."""
+        return self.plan is not None
+
 
 @cache
 def formats() -> dict[str, CheckpointFormat]:
@@ -78,7 +83,7 @@ def open_megatron(place: CheckpointPlace, architecture: Architecture) -> Megatro
     stored = format.open(folder, architecture)
     if EMBEDDING not in stored.index.tensors:
         place.require_base()  # it may be a LoRA run's, which has no base weights
-    if format.plan is not None:  # a file of one layout, from which only our own keys are read
+    if format.one_layout:  # only our own keys are read from it
         require_own_keys(folder, stored.index.tensors)
         return stored
     dialect = dialect_of(folder, stored.index.tensors)

@@ -117,7 +117,7 @@ def load_checkpoint(models: Models, path: str | Path) -> None:
     labels, architecture = chunks[0].head_labels, chunks[0].architecture
     if labels is None and place.hf is not None:
         read_form(place.hf).require_language_model(folder)
-    if (format := format_of(place)).plan is not None:
+    if (format := format_of(place)).one_layout:
         raise BadInput(
             f"{folder} is of {format.title}, which loads only under its own layout. Export it "
             "first: mcore-qwen3vl convert mcore-to-hf."

@@ -42,7 +42,7 @@ def checkpoint_of_other_maker(checkpoints: CheckpointSettings) -> OtherMaker | N
     place = identify(source if step is None else Path(source) / folder_name(step))
     try:
         folder = place.weights()
-        if format_of(place).plan is not None or not _may_be_other_makers(folder):
+        if format_of(place).one_layout or not _may_be_other_makers(folder):
             return None
         index = read_metadata(folder)
     except BadInput:

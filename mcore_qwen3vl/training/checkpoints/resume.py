@@ -123,7 +123,7 @@ def checked_iteration(
         return None
     folder = load / folder_name(newest)
     refuse_special_parts(folder)
-    if (format := format_of(identify(folder))).plan is not None:
+    if (format := format_of(identify(folder))).one_layout:
         format.check_run(folder, args)
     elif checkpoints.ckpt_format == "torch_dist" and named is None:
         return newest_readable_iteration(load, fallback=fallback)
