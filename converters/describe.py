@@ -199,7 +199,7 @@ def _make_inspection(
         expert_layout=architecture.expert_layout,
         tensors=tensors,
         has_mtp=has_mtp,
-        parameters=dict(parameters.count_by_part(architecture, form.head, mtp=has_mtp)),
+        parameters=dict(parameters.count_by_kind(architecture, form.head, mtp=has_mtp)),
         active_parameters=parameters.active(architecture, form.head),
         nbytes=sum(tensor.nbytes for tensor in tensors),
         **facts,

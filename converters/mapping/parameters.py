@@ -1,4 +1,4 @@
-"""The number of parameters of a model, by part: sums over the table, without vocabulary padding.
+"""The number of parameters of a model, by kind: sums over the table, without vocabulary padding.
 
 Inspection, FLOPs and the memory estimate all take their counts from here.
 """
@@ -13,7 +13,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping.forms import AS_CONFIG, HeadForm
 from mcore_qwen3vl.converters.mapping.table import MTP, table
 
-_PARTS = (
+_KINDS = (
     ("visual.", "vision"),
     (MTP, "MTP"),
     ("layernorm.weight", "norms"),
@@ -27,20 +27,20 @@ _PARTS = (
     (".mlp.linear", "mlp"),
     (".shared_experts.", "shared experts"),
 )
-"""Substrings of mcore keys and the parts that they belong to; the first match counts."""
+"""Substrings of mcore keys and the kinds that they belong to; the first match counts."""
 
 
 class Group(NamedTuple):
     """Parameters that are held by the same ranks under any layout.
 
     Attributes:
-        part: ``vision``, ``embedding``, ``output layer``, ``attention`` (gated delta nets too),
+        kind: ``vision``, ``embedding``, ``output layer``, ``attention`` (gated delta nets too),
             ``mlp``, ``router``, ``experts``, ``shared experts``, ``norms``, or ``MTP``.
         layer: decoder layer; None outside the decoder's layers.
         divided: whether TP (ETP for experts) divides them; otherwise every TP rank holds them all.
     """
 
-    part: str
+    kind: str
     layer: int | None
     divided: bool
 
@@ -58,17 +58,17 @@ def count(
     rows = table(architecture, expert_layout=layout, head=head.in_megatron, mtp=mtp)
     counts: Counter[Group] = Counter()
     for row in rows:
-        counts[Group(part_of(row.key), row.layer, row.tp_axis is not None)] += row.numel
+        counts[Group(kind_of_parameter(row.key), row.layer, row.tp_axis is not None)] += row.numel
     return counts
 
 
-def count_by_part(
+def count_by_kind(
     architecture: Architecture, head: HeadForm = AS_CONFIG, *, mtp: bool = False
 ) -> Counter[str]:
-    """Count the parameters of each part; a part that the model lacks has 0."""
+    """Count the parameters of each kind; a kind that the model lacks has 0."""
     counts: Counter[str] = Counter()
     for group, number in count(architecture, head, mtp=mtp).items():
-        counts[group.part] += number
+        counts[group.kind] += number
     return counts
 
 
@@ -78,8 +78,8 @@ def total(architecture: Architecture, head: HeadForm = AS_CONFIG) -> int:
 
 
 def active(architecture: Architecture, head: HeadForm = AS_CONFIG) -> int:
-    """Count the parameters used for one token: all parts, but only the top k experts a layer."""
-    idle = count_by_part(architecture, head)["experts"] - count_active_expert_parameters(
+    """Count the parameters used for one token: all kinds, but only the top k experts a layer."""
+    idle = count_by_kind(architecture, head)["experts"] - count_active_expert_parameters(
         architecture
     )
     return total(architecture, head) - idle
@@ -89,10 +89,10 @@ def count_active_expert_parameters(architecture: Architecture) -> int:
     """Count the parameters of the experts used for one token, summed over layers."""
     if not architecture.num_experts:
         return 0
-    experts = count_by_part(architecture)["experts"]
+    experts = count_by_kind(architecture)["experts"]
     return experts * architecture.num_experts_per_tok // architecture.num_experts
 
 
-def part_of(key: str) -> str:
-    """Return the part, as :class:`Group` has it, of a parameter with this mcore key or name."""
-    return next(part for pattern, part in _PARTS if pattern in key)
+def kind_of_parameter(key: str) -> str:
+    """Return the kind, as :class:`Group` has it, of a parameter with this mcore key or name."""
+    return next(kind for pattern, kind in _KINDS if pattern in key)

@@ -15,7 +15,7 @@ import numpy as np
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.mapping.parameters import (
     count_active_expert_parameters,
-    count_by_part,
+    count_by_kind,
 )
 
 FORWARD_AND_BACKWARD = 3
@@ -48,7 +48,7 @@ def language[Amount: (float, np.ndarray)](
     activations reach the first layer, whatever trains. With `mtp` the MTP layer trains, which
     takes a layer with attention and the head once more.
     """
-    parts = count_by_part(a)
+    parts = count_by_kind(a)
     linears = (
         parts["attention"] + parts["mlp"] + parts["router"] + count_active_expert_parameters(a)
     )
@@ -59,7 +59,7 @@ def language[Amount: (float, np.ndarray)](
     if mtp:
         # The MTP layer's part has all of its experts, and a token uses a few.
         idle = (parts["experts"] - count_active_expert_parameters(a)) // max(sum(a.moe_layers), 1)
-        linears += count_by_part(a, mtp=True)["MTP"] - idle + parts["embedding"]
+        linears += count_by_kind(a, mtp=True)["MTP"] - idle + parts["embedding"]
     core = attentions * a.num_attention_heads * a.head_dim * squared_lengths
     core += delta_rule_operations(a) * tokens
     passes = FORWARD_AND_BACKWARD - 1 + trained.language

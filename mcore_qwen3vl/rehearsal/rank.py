@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mcore_qwen3vl.console import visible
-from mcore_qwen3vl.converters.mapping.parameters import part_of
+from mcore_qwen3vl.converters.mapping.parameters import kind_of_parameter
 from mcore_qwen3vl.data.encoding.batch import Batch
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.memory_labels import label_module
@@ -337,7 +337,7 @@ def measure(flags: Sequence[str], progress: Path) -> dict[str, Any]:
         "refused": None if refused is None else vars(refused),
         "over time": [vars(moment) for moment in history.over_time()],
         "error": error,
-        "parameters": count_parameters_by_part(models[0][0]) if models else {},
+        "parameters": count_parameters_by_kind(models[0][0]) if models else {},
         "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
         "host bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
@@ -388,12 +388,12 @@ def _optimizer_tensors(optimizer: Any) -> Iterator[Any]:
             yield from state.values()
 
 
-def count_parameters_by_part(model: list[nn.Module]) -> dict[str, int]:
-    """Count the parameters of each part, as ``inspect`` names them; an adapter is one more."""
+def count_parameters_by_kind(model: list[nn.Module]) -> dict[str, int]:
+    """Count the parameters of each kind, as ``inspect`` names them; an adapter is one more."""
     parts: Counter[str] = Counter()
     for chunk in model:
         for name, parameter in chunk.named_parameters():
-            part = "adapter" if "adapter." in name else part_of(name)
+            part = "adapter" if "adapter." in name else kind_of_parameter(name)
             parts[part] += parameter.numel()
     return dict(parts.most_common())
 

@@ -86,11 +86,11 @@ def estimate_stages(
     """
     counts = parameters.count(a, mtp=mtp)
     if mtp and a.num_experts:  # EP divides the MTP layer's experts too
-        experts_of_layer = parameters.count_by_part(a)["experts"] // sum(a.moe_layers)
+        experts_of_layer = parameters.count_by_kind(a)["experts"] // sum(a.moe_layers)
         counts = counts - Counter({Group("MTP", None, True): experts_of_layer})
         counts[Group("experts", None, True)] += experts_of_layer
     frozen, factors = (Counter[Group](), counts) if trained is None else (counts, trained)
-    vision = any(group.part == "vision" for group in factors)
+    vision = any(group.kind == "vision" for group in factors)
     # The distributed optimizer divides states over the ranks that hold the same weights.
     shared_copies = layout.dp * layout.cp
     expert_copies = layout.tp * layout.cp * layout.dp / (layout.ep * layout.etp)

@@ -51,7 +51,7 @@ def rank_parameters(
     for group, count in (parameters.count(a) if counts is None else counts).items():
         if group.layer not in layers and not _is_on_stage_outside_layers(group, a, layout, stage):
             continue
-        if group.part == "experts":
+        if group.kind == "experts":
             experts += count / (layout.ep * layout.etp)
         else:
             shared += count / (layout.tp if group.divided else 1)
@@ -63,9 +63,9 @@ def _is_on_stage_outside_layers(group: Group, a: Architecture, layout: Layout, s
     first, last = stage == 0, stage == layout.pp - 1
     if group.layer is not None:
         return False
-    if group.part == "vision":
+    if group.kind == "vision":
         return first
-    if group.part == "embedding":  # a tied head on another stage is a copy of it
+    if group.kind == "embedding":  # a tied head on another stage is a copy of it
         return first or (last and a.tie_word_embeddings)
     return last  # the final norm and the output layer
 

@@ -66,7 +66,7 @@ def test_states_are_divided_over_the_ranks_that_hold_the_same_weights() -> None:
     a = Architecture.from_hf(PUBLISHED / "30b_a3b.json")
     one = estimate(a, Layout(ep=8, dp=8), 8192)
     more = estimate(a, Layout(ep=8, dp=32), 8192)
-    everywhere = parameters.count_by_part(a)["experts"]
+    everywhere = parameters.count_by_kind(a)["experts"]
     shared, experts = parameters.total(a) - everywhere, everywhere / 8
     assert one.weights == more.weights == 2 * (shared + experts)
     assert one.optimizer == pytest.approx(12 * (shared / 8 + experts))

@@ -50,7 +50,7 @@ def test_the_count_is_the_models(lora: str, moe: Path, tmp_path: Path) -> None:
     adapter = write_random_adapter(tmp_path / "adapter", ADAPTERS[lora], moe)
     counts = counted(ADAPTERS[lora], moe, tied=False)
     assert run_layout(trained, 1, moe, adapter) == [counts.total()]
-    experts = sum(count for group, count in counts.items() if group.part == "experts")
+    experts = sum(count for group, count in counts.items() if group.kind == "experts")
     assert (experts > 0) == (lora == "experts")
 
 
@@ -63,12 +63,12 @@ def test_a_head_that_is_tied_to_the_embedding_counts_once(tmp_path: Path) -> Non
 
 
 def parts(hf: Path, adapter: Path) -> dict[str, int]:
-    from mcore_qwen3vl.rehearsal.rank import count_parameters_by_part
+    from mcore_qwen3vl.rehearsal.rank import count_parameters_by_kind
 
     initialize(Layout())
     chunks = build_chunks(Architecture.from_hf(hf), Layout())
     adapt(chunks, read_adapter(adapter, hf))
-    return count_parameters_by_part(list(chunks))
+    return count_parameters_by_kind(list(chunks))
 
 
 @pytest.mark.parametrize("lora", ["everything", "experts", "router"])
@@ -78,7 +78,7 @@ def test_parts_are_those_of_the_mapping_and_the_adapter(
     hf, config = dense if lora == "everything" else moe, ADAPTERS[lora]
     adapter = write_random_adapter(tmp_path / "adapter", config, hf)
     wanted = {
-        part: n for part, n in parameters.count_by_part(Architecture.from_hf(hf)).items() if n
+        part: n for part, n in parameters.count_by_kind(Architecture.from_hf(hf)).items() if n
     }
     targets, saved = resolve_targets(config, hf), apply_with_peft(config, hf).saved
     factors = trained_parameters(targets, saved, tied=False).total()

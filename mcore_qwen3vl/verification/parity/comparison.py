@@ -17,7 +17,7 @@ import psutil
 from mcore_qwen3vl.console import CountProgress, no_progress
 from mcore_qwen3vl.converters.adapters.config import Preset
 from mcore_qwen3vl.converters.identify import identify
-from mcore_qwen3vl.converters.mapping.parameters import count_by_part
+from mcore_qwen3vl.converters.mapping.parameters import count_by_kind
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime import cpu
@@ -201,7 +201,7 @@ def memory_and_disk_of(
                 second += size * parameters if trained is tensors else ranks * gradients
         second += copies * largest / layout.tp * ranks
         if case.gradients and trained is tensors and layout.sp:
-            second += size * count_by_part(architecture)["vision"] * ranks
+            second += size * count_by_kind(architecture)["vision"] * ranks
     # Beside gradients, files hold the parameters after a step, and bf16's gradients in two bytes.
     disk = gradients * (1 + (case.adamw is not None) + (case.dtype == "bf16") / 2)
     if case.weights_in_files:

@@ -28,7 +28,7 @@ def test_parameters_are_those_of_the_hf_model(size: str) -> None:
         model = AutoModelForImageTextToText.from_config(config)
     a = Architecture.from_hf(PUBLISHED / f"{size}.json")
     assert parameters.total(a) == sum(p.numel() for p in model.parameters())
-    assert parameters.count_by_part(a)["vision"] == sum(
+    assert parameters.count_by_kind(a)["vision"] == sum(
         p.numel() for p in model.model.visual.parameters()
     )
 
@@ -47,12 +47,12 @@ def test_every_layer_has_its_own(mixed: bool) -> None:
     a = Architecture.from_hf(tiny_config(moe=True, text=text))
     held = parameters.count(a)
     for layer, moe in enumerate(a.moe_layers):
-        parts = {group.part for group in held if group.layer == layer}
+        parts = {group.kind for group in held if group.layer == layer}
         assert parts == {"attention", "norms", *(("router", "experts") if moe else ("mlp",))}
-    assert {group.part for group in held if group.layer is None} == {
+    assert {group.kind for group in held if group.layer is None} == {
         "vision", "embedding", "output layer", "norms",
     }  # fmt: skip
-    divided = {group.part for group in held if group.divided}
+    divided = {group.kind for group in held if group.divided}
     assert not divided & {"vision", "norms", "router"}
-    whole = {group.part for group in held if not group.divided}
+    whole = {group.kind for group in held if not group.divided}
     assert not divided & whole
