@@ -31,6 +31,7 @@ from mcore_qwen3vl.converters.identify import (
 )
 from mcore_qwen3vl.converters.mapping.forms import HEADLESS, HeadForm
 from mcore_qwen3vl.converters.offline import manifest
+from mcore_qwen3vl.data.config import MEDIA_BUDGETS
 from mcore_qwen3vl.flags import flag_of
 from mcore_qwen3vl.machine import version_of
 
@@ -53,9 +54,8 @@ _SETTINGS: dict[str, tuple[str, ...] | None] = {
     "row length": ("seq_length",),
     "packs": ("packing", "seq_length"),
     "reading of records": (
-        *("preprocess", "train_on", "chat_template_kwargs", "overlong", "image_min_pixels"),
-        *("image_max_pixels", "image_max_tokens", "video_min_pixels", "video_max_pixels"),
-        *("video_max_tokens", "video_fps", "video_max_frames"),
+        *("preprocess", "train_on", "chat_template_kwargs", "overlong"),
+        *MEDIA_BUDGETS,
     ),
     "order": ("seed",),
     "optimizer": ("optimizer",),

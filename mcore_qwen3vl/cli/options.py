@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from mcore_qwen3vl.data.config import DataConfig, MediaLimits, require_data_set
+from mcore_qwen3vl.data.config import MEDIA_BUDGETS, DataConfig, MediaLimits, require_data_set
 from mcore_qwen3vl.errors import BadInput, CheckFailed
 from mcore_qwen3vl.flags import field_docs
 from mcore_qwen3vl.layout import Layout
@@ -124,15 +124,14 @@ def data_flags(*names: str) -> Callable[[Any], Any]:
     """
     defaults = {field.name: field.default for field in fields(DataConfig)}
     kinds = get_type_hints(DataConfig) | get_type_hints(MediaLimits)
-    budgets = [field.name for field in fields(MediaLimits)]
     panel: Any = {"rich_help_panel": "Budgets, as for training", "metavar": "N"}
     flags = [
         _flag_parameter(name, kinds[name], help_of(name), default=defaults[name]) for name in names
     ]
-    flags += [_flag_parameter(name, kinds[name], help_of(name), **panel) for name in budgets]
+    flags += [_flag_parameter(name, kinds[name], help_of(name), **panel) for name in MEDIA_BUDGETS]
 
     def call(command: Callable[..., Any], arguments: dict[str, Any], values: dict[str, Any]) -> Any:
-        limits = MediaLimits(**{name: values.pop(name) for name in budgets if name in values})
+        limits = MediaLimits(**{name: values.pop(name) for name in MEDIA_BUDGETS if name in values})
         return command(**arguments, reading={**values, "media_limits": limits})
 
     return _flag_adder(flags, call, filled="reading")

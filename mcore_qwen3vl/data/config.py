@@ -84,6 +84,10 @@ class MediaLimits:
             videos.min_frames = min(videos.min_frames, most)
 
 
+MEDIA_BUDGETS = tuple(budget.name for budget in fields(MediaLimits))
+"""The names of the fields of :class:`MediaLimits`."""
+
+
 def _set_size(processor: Any, kind: str, least: int | None, *most: int | None) -> None:
     """Set the pixel budgets of a processor; None keeps its own, if that fits the other budget.
 

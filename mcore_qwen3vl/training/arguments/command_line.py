@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache, cached_property
 from operator import attrgetter
@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.identify import identify, resolve
-from mcore_qwen3vl.data.config import MediaLimits
+from mcore_qwen3vl.data.config import MEDIA_BUDGETS
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.flags import flag_of
 from mcore_qwen3vl.layout import Layout
@@ -79,7 +79,7 @@ _ACTS_WITH = {
 }
 """Flags that do nothing without another one: its setting, and the reason."""
 _ABOUT_VISION = (
-    *(flag_of(limit.name) for limit in fields(MediaLimits)),
+    *map(flag_of, MEDIA_BUDGETS),
     *("--max-decoded-pixels", "--vision-lr-mult", "--aligner-lr-mult", "--recompute-vision"),
 )
 """Flags that do nothing in a run of a language model alone."""

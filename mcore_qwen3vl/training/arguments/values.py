@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from mcore_qwen3vl.data.config import MEDIA_BUDGETS
 from mcore_qwen3vl.errors import BadInput
 
 _INTERVALS = (
@@ -31,13 +32,8 @@ _SIZES = (
     *("ddp_num_buckets", "dist_ckpt_workers", "distributed_timeout_minutes", "packing_buffer"),
     "distributed_timeout_seconds_after_init",
     *("make_vocab_size_divisible_by", "shuffle_buffer", "loss_scale_window", "hysteresis"),
-    *("image_min_pixels", "image_max_pixels", "image_max_tokens", "video_max_frames"),
-    *(
-        "video_min_pixels",
-        "video_max_pixels",
-        "video_max_tokens",
-        "flight_recorder_trace_buffer_size",
-    ),
+    *(budget for budget in MEDIA_BUDGETS if budget != "video_fps"),  # may be a fraction
+    "flight_recorder_trace_buffer_size",
     *("iterations_to_skip", "profile_step_end", "muon_num_ns_steps", "straggler_minmax_count"),
 )
 _NOT_NEGATIVE = (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from mcore_qwen3vl.data.config import MediaLimits, parse_sources
+from mcore_qwen3vl.data.config import MEDIA_BUDGETS, parse_sources
 from mcore_qwen3vl.data.content import digest, digest_of_hook
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.contract.data_sets import readings_of, sources_of
@@ -19,7 +19,6 @@ from mcore_qwen3vl.training.contract.rules import (
     WithoutPacks,
 )
 
-_BUDGETS = {field.name for field in fields(MediaLimits)}
 CONTENT = {
     "mixture": "a mixture file with other settings of its data sets",
     "tokenizer": "a tokenizer of other content",
@@ -67,6 +66,6 @@ class OtherReading(WithoutPacks):
     def judge(
         self, row: str, changes: Sequence[Change], before: Values, now: Values, steering: Steering
     ) -> Iterator[Notice]:
-        if any(change.setting in _BUDGETS for change in changes):
+        if any(change.setting in MEDIA_BUDGETS for change in changes):
             changes = [each for each in changes if each.setting not in ("images", "videos")]
         yield from super().judge(row, changes, before, now, steering)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mcore_qwen3vl.data.config import MEDIA_BUDGETS
 from mcore_qwen3vl.data.datasets import is_of_tars
 from mcore_qwen3vl.flags import flag_of
 from mcore_qwen3vl.losses.registry import exchanging_losses, flags_of_losses
@@ -213,8 +214,7 @@ _READING = (
     *("preprocess", "train_on", "chat_template_kwargs", "overlong"),
     *("max_decoded_pixels", "max_sample_seconds"),
     *("document_end", "allow_dropped"),
-    *("image_min_pixels", "image_max_pixels", "image_max_tokens", "video_min_pixels"),
-    *("video_max_pixels", "video_max_tokens", "video_fps", "video_max_frames"),
+    *MEDIA_BUDGETS,
 )
 
 
