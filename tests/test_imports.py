@@ -58,6 +58,7 @@ ORDER = (
     "converters.live",
     "converters.export",
     "converters.describe",
+    "converters.cost",
     "runtime",
     "kernels",
     "model",

@@ -383,7 +383,8 @@ def lora_convert(
     from mcore_qwen3vl.config import Architecture
     from mcore_qwen3vl.converters.adapters.adapter import convert_adapter
     from mcore_qwen3vl.converters.adapters.config import AdapterConfig
-    from mcore_qwen3vl.converters.describe import require_base, vllm_notes
+    from mcore_qwen3vl.converters.adapters.inspection import require_base
+    from mcore_qwen3vl.converters.adapters.vllm import vllm_notes
 
     config = AdapterConfig.from_file(adapter)
     base = require_base(config, hf_config)

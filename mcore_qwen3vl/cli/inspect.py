@@ -17,12 +17,10 @@ from mcore_qwen3vl.unused.fields import Unused
 from mcore_qwen3vl.unused.fields import as_json as unused_as_json
 
 if TYPE_CHECKING:
-    from mcore_qwen3vl.converters.describe import (
-        AdapterInspection,
-        Estimate,
-        Inspection,
-        MappingLine,
-    )
+    from mcore_qwen3vl.converters.adapters.inspection import AdapterInspection
+    from mcore_qwen3vl.converters.cost import Estimate
+    from mcore_qwen3vl.converters.describe import Inspection
+    from mcore_qwen3vl.converters.mapping.lines import MappingLine
 
 MAPPING_WIDTH = 260
 """The width at which no name of the mapping is folded, for pipes and files."""
@@ -55,13 +53,11 @@ def inspect(
 ) -> None:
     """Show what a checkpoint is: sizes, shapes, layout, dtype, parameter count by part."""
     from mcore_qwen3vl.converters.adapters.adapter import unused_of_adapter
-    from mcore_qwen3vl.converters.describe import (
-        estimate,
-        inspect_adapter,
-        inspect_path,
-        mapping_lines,
-    )
+    from mcore_qwen3vl.converters.adapters.inspection import inspect_adapter
+    from mcore_qwen3vl.converters.cost import estimate
+    from mcore_qwen3vl.converters.describe import inspect_path
     from mcore_qwen3vl.converters.identify import PathKind, identify
+    from mcore_qwen3vl.converters.mapping.lines import mapping_lines
     from mcore_qwen3vl.unused.folder import unused_of
 
     place = None if path is None else identify(path)

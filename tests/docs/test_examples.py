@@ -206,7 +206,8 @@ def test_conversion_example(tmp_path, monkeypatch):
 
 
 def test_the_mapping_on_the_conversion_page_is_what_inspect_prints(tmp_path):
-    from mcore_qwen3vl.converters.describe import inspect_path, mapping_lines
+    from mcore_qwen3vl.converters.describe import inspect_path
+    from mcore_qwen3vl.converters.mapping.lines import mapping_lines
 
     checkpoint = write_tiny_checkpoint(tmp_path / "model", moe=True)
     lines = {line.mcore: line for line in mapping_lines(inspect_path(checkpoint).mapping())}

@@ -13,7 +13,7 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import read_adapter
 from mcore_qwen3vl.converters.adapters.config import AdapterConfig
 from mcore_qwen3vl.converters.adapters.merge import merge
-from mcore_qwen3vl.converters.describe import vllm_notes
+from mcore_qwen3vl.converters.adapters.vllm import vllm_notes
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verification.parity.case import (
     ADAPTERS,

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import read_adapter
 from mcore_qwen3vl.converters.adapters.merge import Merged, merge, plan_merge
+from mcore_qwen3vl.converters.adapters.vllm import vllm_notes
 from mcore_qwen3vl.converters.convert import hf_to_hf
-from mcore_qwen3vl.converters.describe import vllm_notes
 from mcore_qwen3vl.converters.offline import to_hf
 from tests.command import exit_code
 from tests.converters.adapters.conftest import Made

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.converters.describe import estimate, slice_bytes
+from mcore_qwen3vl.converters.cost import estimate, slice_bytes
 from mcore_qwen3vl.converters.mapping.table import max_rows, table
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.published_configs import PUBLISHED
