@@ -78,7 +78,7 @@ Verdict = tuple[str, str]
 """The kind of a mistake, and the words that follow the tensor's name in a sentence about it."""
 
 CHANGED = "changed values"
-"""The kind of a mistake that is none of the known ones."""
+"""The kind of an unknown mistake."""
 
 _FLAWS = {
     ONLY_A: ("further tensor", "is no tensor of the Hugging Face checkpoint"),

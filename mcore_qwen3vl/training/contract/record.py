@@ -150,7 +150,7 @@ def compare(
         leave_out: names of rows that do not count.
 
     Raises:
-        BadInput: the checkpoint's values of a row are none that a run records.
+        BadInput: no run records such values of a row as the checkpoint has.
     """
     found: list[Notice] = []
     for row in ROWS:

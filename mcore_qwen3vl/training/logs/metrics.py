@@ -214,8 +214,8 @@ def known_losses(losses: Mapping[str, Tensor], totals: dict[str, Tensor]) -> dic
     """Return the `losses` of a step that are a number; a step of unusable records has none.
 
     Megatron writes each given loss to TensorBoard, and adds it to `totals`. From `totals` it
-    computes the means of its own log. A loss that is no number is added here, so that a mean over
-    the other steps does not look like the mean of all; Megatron leaves such a mean out.
+    computes the means of its own log. A NaN loss is added here, so that the mean of the other steps
+    is not taken for the mean of all steps; Megatron leaves such a mean out.
     """
     known = {name: loss for name, loss in losses.items() if not loss.isnan()}
     for name in losses.keys() - known.keys():

@@ -42,8 +42,8 @@ _AT_MOST = 2.0
 _LARGEST = 3.0
 """The largest difference of a token, over the largest one measured on other tokens."""
 _AT_LEAST = 1 / 32
-"""A difference that is smaller than this part of the half-precision rounding is none of fp16,
-TF32 or bf16 in a whole model: their epsilons are within a factor of 16."""
+"""A difference below this part of the half-precision rounding cannot come from fp16, TF32 or bf16
+in a whole model: their epsilons are within a factor of 16."""
 _FLOAT32 = 16 * EPSILON
 """Of the largest logit: sixteen roundings, where kernels with other orders of addition differ."""
 _HALF_OVER_FLOAT32 = 2.0**16
@@ -309,7 +309,7 @@ class Vocabulary:
     token_pixels: int
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens; an id that is none of the tokenizer's shows as a number."""
+        """Return the text of tokens; an id that the tokenizer lacks shows as a number."""
         known = len(self.tokenizer)
         parts = (self.tokenizer.decode([i]) if i < known else f"<id {i}>" for i in ids)
         if all(i < known for i in ids):

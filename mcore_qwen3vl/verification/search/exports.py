@@ -149,7 +149,7 @@ def merge(case: Case, outcome: Outcome, bench: Bench) -> str | None:
 def _models_of(case: Case, outcome: Outcome) -> tuple[Path, Path | None] | None:
     """Return the exported model and no adapter, or the model and its exported adapter.
 
-    There are none of a run that failed or trains something else than a language model.
+    A run that failed, or trains something else than a language model, has none.
     """
     folders = sorted((outcome.folder / "hf").glob("iter_*"))
     if not folders or not outcome.finished or case.has("--task") or is_half(case):

@@ -80,7 +80,7 @@ class Ran:
     refusal: str = ""
     """What a refusal said."""
     crash: str = ""
-    """The traceback of an error that is none of ours, or how a rank died or hung."""
+    """The traceback of an error of another class than ours, or how a rank died or hung."""
     printed: str = ""
     log: list[dict[str, Any]] = field(default_factory=list)
     """The entries of ``--log-json`` of steps."""
