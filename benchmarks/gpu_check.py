@@ -44,6 +44,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu_models import FP8, MOE, PROFILES, RUNS, STEPS, Size  # noqa: E402
 from mcore_qwen3vl.errors import BadInput  # noqa: E402
 from mcore_qwen3vl.files import atomic_write  # noqa: E402
+from mcore_qwen3vl.runtime.flash_attention import why_unavailable  # noqa: E402
 from mcore_qwen3vl.runtime.gpus import GPUS, find_gpu  # noqa: E402
 from mcore_qwen3vl.safe_path import protect_children  # noqa: E402
 from mcore_qwen3vl.simulated_gpu.device import is_preloaded  # noqa: E402
@@ -284,6 +285,13 @@ def check_parts(out: Path, specs: Sequence[str], gpus: int, patience: float) -> 
     yield Part("python examples", command, 120, find_json)
     kernels = [sys.executable, str(ROOT / "benchmarks" / "kernels.py")]
     yield Part("attention kernels, torch spec, bf16", kernels, 12, read_worst_kernel)
+    title, missing = "attention kernels, FlashAttention 3, bf16", why_unavailable()
+    command = [*kernels, "--flash-attention-3"]
+    yield (
+        not_applicable_part(title, missing)
+        if missing
+        else Part(title, command, 12, read_worst_kernel)
+    )
     yield Part("experts, torch spec, bf16", [*kernels, "--experts"], 8, find_json)
     title, missing = "delta net kernels, bf16", why_no_kernels("hybrid")
     command = [*kernels, "--delta-net"]

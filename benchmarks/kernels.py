@@ -1,6 +1,7 @@
 """Kernels in half precision against float32, forward and backward, and their rates.
 
     python benchmarks/kernels.py            # attention; --device cpu tries the comparison itself
+    python benchmarks/kernels.py --flash-attention-3  # the same by the package flash_attn_3
     python benchmarks/kernels.py --experts  # the experts' grouped matmuls instead
     python benchmarks/kernels.py --delta-net  # flash-linear-attention's kernels instead
     python benchmarks/kernels.py --rates FILE --gpu h100-80gb  # what the model of time assumes
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.train_step import time_step
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.runtime.flash_attention import use_flash_attention_3
 from mcore_qwen3vl.runtime.gpus import GPUS
 from mcore_qwen3vl.simulated_gpu.device import is_preloaded
 
@@ -48,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compare the kernels, print the errors and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--flash-attention-3", action="store_true")
     parser.add_argument("--experts", action="store_true")
     parser.add_argument("--delta-net", action="store_true")
     parser.add_argument("--rates", type=Path, metavar="FILE", help="write rates of --gpu to FILE")
@@ -58,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return measure_rates(options.rates, kind, options.device)
     device = torch.device(options.device)
     torch.manual_seed(0)
+    if options.flash_attention_3:
+        use_flash_attention_3()
     if options.experts:
         errors_by_name, limit = compare_experts(device), EXPERTS_LIMIT
     elif options.delta_net:

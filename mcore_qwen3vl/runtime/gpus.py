@@ -15,8 +15,8 @@ from mcore_qwen3vl.layout import Layout
 
 GIB = 1 << 30
 
-BLACKWELL = 10
-"""Major compute capability."""
+HOPPER, BLACKWELL = 9, 10
+"""Major compute capabilities."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,12 @@ def order_transfers(*, several_queues: bool = False) -> None:
     `several_queues` it is set to 32 instead, the most: in one queue, an exchange that waits for its
     event holds up all kernels launched after it, also on another stream.
     """
-    major = _compute_capability()
+    major = compute_capability()
     if major is None or major < BLACKWELL:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32" if several_queues else "1")
 
 
-def _compute_capability() -> int | None:
+def compute_capability() -> int | None:
     """Return the first GPU's major compute capability; None: not known."""
     # NVML is asked, because a question to the CUDA runtime would start CUDA.
     try:

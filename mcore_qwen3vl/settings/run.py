@@ -268,6 +268,7 @@ class ComputeSettings:
     moe_aux_loss_coeff: float | tuple[float, ...] | None = None
     moe_z_loss_coeff: float | None = None
     padded_vocab_size: int | None = None
+    flash_attention_version: int | None = None
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     moe_input_jitter_eps: float | None = None

@@ -61,8 +61,8 @@ def main(
         observer: hears of the run's events.
         rehearsed: only memory and work matter, and this rank is the only one there is. It reads its
             own batches on each pipeline stage, takes the names in ``--freeze`` for those of other
-            stages, leaves the second model's weights as they are made, needs no DeepEP, and logs no
-            step for being the last.
+            stages, leaves the second model's weights as they are made, needs neither DeepEP nor
+            FlashAttention 3, and logs no step for being the last.
 
     Returns:
         0, or 128 + N when signal N has stopped this rank.
@@ -74,7 +74,7 @@ def main(
     if words is not None:
         _choose_device(cpu=True)
         print_megatron_help(words)
-    check_early(command, deep_ep=not rehearsed)
+    check_early(command, rehearsed=rehearsed)
     if os.environ.get("RANK", "0") == "0":
         print_unused(command.unused())
     with quiet(command) as screen:
@@ -298,10 +298,13 @@ class Run:
         from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
         from mcore_qwen3vl.converters.torch_pickle import guard_reads
+        from mcore_qwen3vl.runtime.flash_attention import use_flash_attention_3
         from mcore_qwen3vl.training.hooks import wrap_all
         from mcore_qwen3vl.training.model import model_provider
         from mcore_qwen3vl.training.optimizer import use_multi_tensor
 
+        if self.settings.compute.flash_attention_version == 3 and not self._rehearsed:
+            use_flash_attention_3()
         use_multi_tensor()
         guard_reads()
         wrap_all(self._wrappers())

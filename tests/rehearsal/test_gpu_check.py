@@ -86,7 +86,8 @@ def test_every_part_runs(tmp_path: Path) -> None:
     assert (out / "constants.json").exists() is (rates["status"] == "ok")
     absent = {name for name, part in parts.items() if part["status"] == "not applicable"}
     te = {f"{what}, tiny, te" for what in ("training step", "training run", "loop profile")}
-    assert absent == {"training loop, dense, FP8", *te}
+    version_3 = "attention kernels, FlashAttention 3, bf16"
+    assert absent == {"training loop, dense, FP8", version_3, *te}
     expert_parallel = "training loop, torch spec, MoE, EP 2"
     assert parts[expert_parallel]["status"] in ("ok", "differs"), found[expert_parallel]
     assert "worst difference" in parts[expert_parallel]["found"], found[expert_parallel]

@@ -34,6 +34,7 @@ from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import refuse_links_out
 from mcore_qwen3vl.flags import flag_of
 from mcore_qwen3vl.machine import require_extra
+from mcore_qwen3vl.runtime.flash_attention import why_unavailable
 from mcore_qwen3vl.runtime.gpus import c_compiler
 from mcore_qwen3vl.settings.run import (
     CheckpointSettings,
@@ -123,7 +124,11 @@ def check(settings: Settings, architecture: Architecture) -> None:
         _refuse_flags_with_value(
             "needs Transformer Engine and would do nothing with --spec torch: use --spec te, or "
             "leave it out.",
-            {"--fp8-format": compute.fp8, "--tp-comm-overlap": compute.tp_comm_overlap},
+            {
+                "--fp8-format": compute.fp8,
+                "--tp-comm-overlap": compute.tp_comm_overlap,
+                "--flash-attention-version 4": compute.flash_attention_version == 4,
+            },
         )
         if architecture.is_moe and loop.optimizer not in (None, "adam", "sgd"):
             raise BadInput(
@@ -261,17 +266,20 @@ def require_gpu() -> int:
     return count
 
 
-def check_early(command: CommandLine, *, deep_ep: bool = True) -> None:
+def check_early(command: CommandLine, *, rehearsed: bool = False) -> None:
     """Raise BadInput if no run can start: for its flags, its model, its data or its folders.
 
     Args:
-        deep_ep: whether the flex dispatcher needs the package deep_ep, or something stands in.
+        rehearsed: whether a simulated GPU runs it, which needs none of the packages of kernels.
     """
     command.check_names()
     settings = command.settings
     check_surroundings(settings)
-    if deep_ep and settings.compute.moe_token_dispatcher_type == "flex":
-        check_deep_ep(settings.compute.moe_flex_dispatcher_backend)
+    if not rehearsed:
+        if settings.compute.moe_token_dispatcher_type == "flex":
+            check_deep_ep(settings.compute.moe_flex_dispatcher_backend)
+        if settings.compute.flash_attention_version == 3:
+            check_flash_attention_3(settings.model)
     model = command.model
     require_processor(model)
     settings.lora.check_targets(command.architecture)
@@ -528,3 +536,15 @@ def check_deep_ep(backend: str | None) -> None:
             f"--moe-token-dispatcher-type flex: {folder} is DeepEP 2, in which Megatron-Core does "
             "not find what it needs. Build DeepEP 1.2.1, or its branch hybrid-ep."
         )
+
+
+def check_flash_attention_3(model: ModelSettings) -> None:
+    """Check that this run computes attention in half precision, and that this machine can."""
+    for flag, given in {"--cpu": model.cpu, "--fp32": model.fp32}.items():
+        if given:
+            raise BadInput(
+                f"--flash-attention-version 3 with {flag}: it computes in half precision on Hopper "
+                "GPUs. Leave it out."
+            )
+    if why := why_unavailable():
+        raise BadInput(f"--flash-attention-version 3: {why}. Leave it out for FlashAttention 2.")

@@ -73,6 +73,8 @@ def summary(
         ("memory", _memory_text(settings, a)),
         ("writes", _writes_text(settings, a)),
     ]
+    if settings.compute.flash_attention_version == 3:
+        rows.append(("attention", "FlashAttention 3"))
     if not model.cpu and (reason := why_eager()):
         rows.append(("kernels", f"not fused: {reason}"))
     taken = statement_of_defaults(settings, explicit)
