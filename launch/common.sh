@@ -31,6 +31,8 @@ GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}
 MASTER_PORT=${MASTER_PORT:-29500}
 # Seconds for a step and a checkpoint after SIGTERM. torchrun's 30 s would kill a rank while it saves.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
+# torchrun forwards these to its ranks; by default not the last three, which --exit-signal may name.
+export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU}
 
 COMMON=(
     --bf16 --spec te --packing --seq-length 8192 --micro-batch-size 1

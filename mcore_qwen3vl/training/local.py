@@ -21,6 +21,12 @@ from mcore_qwen3vl.training.arguments.settings import add_arguments
 SHUTDOWN_SECONDS = 600
 """Time for a step and a checkpoint after SIGTERM; after torchrun's 30 s a rank would be killed."""
 
+FORWARDED_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU"
+"""What torchrun forwards to its ranks: its own default, and what schedulers send at a time limit.
+
+Any other signal ends torchrun, and the ranks with it, whatever --exit-signal says.
+"""
+
 
 def show_help(words: Sequence[str]) -> None:
     """Print the common flags and ours, or with `words` all flags about these words."""
@@ -87,6 +93,7 @@ def _run_torchrun(command: CommandLine, ranks: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", FORWARDED_SIGNALS)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     arguments = ["--standalone", "--nproc-per-node", str(ranks)]
     program = ["-m", "mcore_qwen3vl.training", *command.words]

@@ -215,7 +215,7 @@ class Run:
 
     def _train(self) -> int:
         """Call ``megatron.training.pretrain``; return 0, or 128 + N if signal N stopped it."""
-        self._interrupt_as_sigterm()
+        self._save_at_ctrl_c()
         validations = self.checkpoints.validations
         with closing(self.progress) as progress:
             try:
@@ -265,19 +265,21 @@ class Run:
             return f"nothing left to do: {self.settings.checkpoints.load} has all of its steps"
         return f"done: {f'step {progress.steps}' if trains else 'validated'}, {progress.elapsed}"
 
-    def _interrupt_as_sigterm(self) -> None:
-        """Make Ctrl-C act as SIGTERM, after which the rank saves.
+    def _save_at_ctrl_c(self) -> None:
+        """Make Ctrl-C act as the signal after which Megatron saves: SIGTERM, or --exit-signal.
 
         Ctrl-C reaches every process of the terminal. The data workers, which are forked and inherit
         the handler, ignore it and go on until the rank ends them.
         """
-        rank = os.getpid()
+        rank, exit_signal = os.getpid(), self.args.exit_signal
+        if exit_signal == signal.SIGINT:
+            return  # Megatron has its own handler for it, which the data workers inherit too
 
         def save_and_stop(*_: Any) -> None:
             if os.getpid() == rank:
                 self._interrupted = True
                 self.progress.say("stopping after the next step")
-                signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(exit_signal)
 
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, save_and_stop)
@@ -289,7 +291,7 @@ class Run:
         if self._interrupted:
             return 128 + signal.SIGINT
         received = getattr(get_signal_handler(), "_signal_received", False)
-        return 128 + signal.SIGTERM if received else 0
+        return 128 + self.args.exit_signal if received else 0
 
     def _pretrain(self) -> None:
         """Call Megatron's loop with our providers and wrappers."""

@@ -69,6 +69,12 @@ def interrupt_after_two_steps(
     return process.wait(PATIENCE)
 
 
+def exit_signal(number: signal.Signals) -> tuple[str, ...]:
+    """Return the flag that a signal other than SIGTERM needs; Ctrl-C needs none."""
+    named = number not in (signal.SIGTERM, signal.SIGINT)
+    return ("--exit-signal", number.name) if named else ()
+
+
 COMMANDS = {
     "script": ["bash", str(ROOT / "launch" / "sft_2b.sh"), "--spec", "torch"],
     "command": ["mcore-qwen3vl", "train", "--processes", "2", "--micro-batch-size", "1",
@@ -78,7 +84,12 @@ COMMANDS = {
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [("script", signal.SIGTERM), ("command", signal.SIGTERM), ("command", signal.SIGINT)],
+    [
+        ("script", signal.SIGTERM),
+        ("script", signal.SIGUSR1),
+        ("command", signal.SIGTERM),
+        ("command", signal.SIGINT),
+    ],
 )
 def test_training_goes_on_after_a_signal_and_exports(
     name: str, number: signal.Signals, files: dict[str, str], tmp_path: Path
@@ -86,7 +97,7 @@ def test_training_goes_on_after_a_signal_and_exports(
     log, hf = tmp_path / "log.jsonl", tmp_path / "hf"
     command = COMMANDS[name] + words(
         files, "--cpu", "--tensor-model-parallel-size", 2, "--sequence-parallel",
-        "--save", tmp_path / "save", "--save-hf", hf, "--log-json", log,
+        "--save", tmp_path / "save", "--save-hf", hf, "--log-json", log, *exit_signal(number),
     )  # fmt: skip
     first = start(command, tmp_path / "out.txt", GPUS_PER_NODE="2")
     assert interrupt_after_two_steps(first, log, number) != 0
@@ -100,14 +111,27 @@ def test_training_goes_on_after_a_signal_and_exports(
     assert (hf / f"iter_{STEPS:07d}" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code", "flags"),
+    [
+        (signal.SIGTERM, 143, ()),
+        (signal.SIGINT, 130, ()),
+        (signal.SIGUSR1, 138, exit_signal(signal.SIGUSR1)),
+        (signal.SIGINT, 130, exit_signal(signal.SIGUSR1)),
+        (signal.SIGINT, 130, ("--exit-signal", "SIGINT")),
+    ],
+)
 def test_one_rank_in_the_commands_own_process(
-    number: signal.Signals, code: int, files: dict[str, str], tmp_path: Path
+    number: signal.Signals,
+    code: int,
+    flags: tuple[str, ...],
+    files: dict[str, str],
+    tmp_path: Path,
 ) -> None:
     log, output = tmp_path / "log.jsonl", tmp_path / "out.txt"
     command = ["mcore-qwen3vl", "train", *words(files, "--cpu", "--save", tmp_path / "save")]
     command += ["--log-json", str(log)]
-    process = start([*command, "--train-iters", "100000"], output)
+    process = start([*command, "--train-iters", "100000", *flags], output)
     assert interrupt_after_two_steps(process, log, number) == code
     *_, saved, stopped = output.read_text().splitlines()
     assert saved == f"step {len(entries(log))}: saved to {tmp_path}/save"
