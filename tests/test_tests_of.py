@@ -84,7 +84,8 @@ def test_a_record_has_what_ranks_and_commands_run(
                                          "tests/model/test_lora_checkpoint.py"]),
         ("mcore_qwen3vl/training/__main__.py", ["tests/training/test_main.py"]),
         ("mcore_qwen3vl/generation/__init__.py", ["tests/generation"]),
-        ("mcore_qwen3vl/errors.py", []),
+        ("converters/offline/__init__.py", ["tests/converters/offline"]),
+        ("launch/train.py", ["tests/launch/test_train.py"]),
     ],
 )  # fmt: skip
 def test_names_lead_to_the_tests_of_a_file(
@@ -94,6 +95,22 @@ def test_names_lead_to_the_tests_of_a_file(
     printed = capsys.readouterr()
     assert printed.out.splitlines() == tests
     assert "make test-contexts" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("file", "test"),
+    [
+        ("mcore_qwen3vl/settings/run.py", "tests/training/arguments/test_help.py"),
+        # No test imports this one: the plans for both directions do.
+        ("converters/offline/to_mcore.py", "tests/converters/test_convert.py"),
+    ],
+)
+def test_imports_lead_to_tests_where_no_name_does(
+    file: str, test: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tests_of.by_name(file) == []
+    assert tests_of.main([file], tmp_path / "none.tsv") == 0
+    assert test in capsys.readouterr().out.splitlines()
 
 
 def test_what_is_no_file_is_refused() -> None:

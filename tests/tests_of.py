@@ -5,13 +5,17 @@ ours if a test calls a function of it: in pytest's process, in its forked ranks,
 that it starts. The interpreter tells it (:mod:`sys.monitoring`), so that code of others costs
 nothing after its first call. Work that tests share counts for the first one alone: what a fixture
 of the session makes, and what a process does after the end of its test.
+
+Without a record, the tests of a file are those with its name, and otherwise those that import it.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
 from typing import TYPE_CHECKING
@@ -129,6 +133,40 @@ def by_name(file: str) -> list[str]:
     return [str(path) for path in found if (ROOT / path).exists()]
 
 
+def by_import(file: str) -> list[str]:
+    """Return the tests that import a file; if none does, those that import what imports it."""
+    importers: dict[str, set[str]] = defaultdict(set)
+    for folder in (*OURS, "tests"):
+        for path in (ROOT / folder).resolve().rglob("*.py"):
+            importer = path.relative_to(ROOT).as_posix()
+            for module in _imported_modules(path):
+                importers[module].add(importer)
+    seen, reached = {file}, {file}
+    while reached:
+        reached = {one for each in reached for one in importers[_module(each)]} - seen
+        if tests := sorted(one for one in reached if Path(one).name.startswith("test_")):
+            return tests
+        seen |= reached
+    return []
+
+
+def _imported_modules(path: Path) -> Iterator[str]:
+    """Yield each name that a file imports, anywhere in it: modules, and what it takes of them."""
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _module(file: str) -> str:
+    """Return the name by which a file is imported: the package has a link to the converters."""
+    if file.startswith("converters/"):
+        file = f"mcore_qwen3vl/{file}"
+    return ".".join(Path(file).with_suffix("").parts).removesuffix(".__init__")
+
+
 def by_record(file: str, record: Path) -> list[str]:
     """Return the tests that ran a file: its own first, then those that run the fewest others."""
     tests_of: dict[str, set[str]] = defaultdict(set)
@@ -150,8 +188,10 @@ def main(words: list[str], record: Path = RECORD) -> int:
         found = by_record(file, record)
         print(f"{len(found)} tests ran {file} when they were recorded:", file=sys.stderr)
     else:
-        found = by_name(file)
-        print("nothing is recorded (make test-contexts); by their names:", file=sys.stderr)
+        found, how = by_name(file), "by their names"
+        if not found:
+            found, how = by_import(file), "none by name; by what they import"
+        print(f"nothing is recorded (make test-contexts); {how}:", file=sys.stderr)
     print(*found, sep="\n", end="\n" if found else "")
     return 0
 

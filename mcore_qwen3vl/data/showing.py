@@ -168,7 +168,10 @@ def _shown_media(plan: Plan, pixels: Pixels, processor: Any) -> list[Shown]:
 
 
 def _timestamp_texts(item: PlannedMedia, processor: Any) -> list[str]:
-    """Return the texts that the model reads before each pair of frames."""
+    """Return the texts before each pair of frames, in the form of HF's ``replace_video_token``.
+
+    They are for display. The tokens that train are in the plan.
+    """
     if item.metadata is None:
         return []
     seconds = processor._calculate_timestamps(

@@ -60,7 +60,10 @@ def _gelu_gradient(  # type: ignore[no-untyped-def]
 
 
 def gelu_gradient(gradient: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernel."""
+    """Return the gradient of `inputs`, its sums over the rows, and GELU again.
+
+    This is the kernel of :func:`mcore_qwen3vl.kernels.gelu.gelu_gradient`.
+    """
     inputs = inputs.contiguous()
     rows, columns = inputs.shape
     of_inputs, activated = torch.empty_like(inputs), torch.empty_like(inputs)

@@ -121,7 +121,10 @@ class Labelled(TaskInputs):
 
 
 def _with_answer_of(plan: Plan, other: Plan, most: int) -> Plan:
-    """Return the prompt of `plan` with the answer of `other`, cut to at most `most` tokens."""
+    """Return the prompt of `plan` with the answer of `other`, cut to at most `most` tokens.
+
+    Such pairs give KTO's baseline. An answer begins with the first token that trains.
+    """
     end, start = (int(np.flatnonzero(each.loss_weights > 0)[0]) for each in (plan, other))
     return replace(
         plan,

@@ -291,7 +291,10 @@ def _call_in_group(work: _Work) -> Any:
 
 
 def _collect_answers(ranks: list[_Rank], timeout: float, heard: Callable[[Any], None]) -> None:
-    """Wait until every rank answered, one failed, or the time is up."""
+    """Wait until every rank answered, one failed, or the time is up.
+
+    A rank that has not answered keeps ``ended`` None, which :func:`_raise_errors` reports.
+    """
     deadline = time.monotonic() + timeout
     while waiting := [r for r in ranks if r.ended is None]:
         ready = wait([r.pipe for r in waiting], max(deadline - time.monotonic(), 0))

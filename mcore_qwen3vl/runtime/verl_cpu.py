@@ -92,6 +92,8 @@ def _plain_linear(dispatch: Callable[..., None]) -> Callable[..., None]:
 
 
 def _plain_convolution(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Tell vLLM's convolution on the CPU that its weight is not packed: it takes it for packed."""
+
     def convolve_unpacked(*args: Any, weight: Tensor, is_vnni: bool, **kwargs: Any) -> Tensor:
         # The kernel packs a weight (dim, width) itself if it is not said to be packed.
         return convolve(*args, weight=weight.flatten(1), is_vnni=False, **kwargs)

@@ -52,7 +52,11 @@ def _fastest_swiglu(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
 
 
 def weighted_swiglu(config: TransformerConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the torch spec's SwiGLU of (T, 2 * inner) halves and (T,) weights of any dtype."""
+    """Return the function that experts apply: SwiGLU of each row times its routing weight.
+
+    With ``--bias-swiglu-fusion`` it is Megatron's compiled one, otherwise ours, which keeps its
+    inputs alone. It takes (T, 2 * inner) halves and (T,) weights of any dtype.
+    """
     if config.bias_activation_fusion:
         return lambda halves, weights: weighted_bias_swiglu_impl(halves, None, weights[:, None])
     return _SwiGLU.apply

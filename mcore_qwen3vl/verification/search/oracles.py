@@ -403,7 +403,10 @@ def _recipe(case: Case, outcome: Outcome, bench: Bench) -> plain.Recipe | None:
 
 
 def _balancing(case: Case, model: Path, of_tokens: bool) -> float:
-    """Return the coefficient of the routers' balancing loss, which only token losses have alone."""
+    """Return the coefficient of the routers' balancing loss.
+
+    Without the flag, only token losses take that of the model's config.
+    """
     if not case.is_moe or case.value("--moe-router-load-balancing-type") == "none":
         return 0.0
     if case.has("--moe-aux-loss-coeff"):
