@@ -41,9 +41,8 @@ _CLASSES: dict[str, type] = {
 }
 _CLASS = "$class"
 
-RECORDS, PACKS, OWN_PACKS, SHARDS = "records", "packs", "parts", "shards"
-"""What has one order for all ranks: records, or packs of them. Otherwise each worker has its own:
-packs of its share of the records, or shards of tars."""
+RECORDS, SHARED_PACKS, OWN_PACKS, SHARDS = "records", "packs", "parts", "shards"
+"""The kinds of loader in their states; see :mod:`.loader_kinds`."""
 
 
 def to_plain(state: Any) -> Any:
@@ -180,7 +179,7 @@ def _continue_shared_stream(state: dict[str, Any], world_size: int) -> list[dict
     """Continue the shared stream after the last pack that the old ranks took."""
     state = copy.deepcopy(state)
     workers = state["loader"]["worker_states"] if state["loader"] else []
-    if state.get("order") == PACKS:
+    if state.get("order") == SHARED_PACKS:
         state["start"] = count_packs_taken(state)
         # All workers read the same stream: they go on from the state that lies furthest back.
         known = [

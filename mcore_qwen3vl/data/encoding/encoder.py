@@ -72,20 +72,19 @@ class PlannedRecord(Sample):
 class Qwen3VLTaskEncoder(TaskEncoder[RawSample, PlannedRecord, Batch, Batch]):
     """Energon's hooks; each is deterministic, so that energon can repeat it on resume.
 
-    Who calls them depends on what :class:`mcore_qwen3vl.data.loader.Loader` reads:
+    Who calls them depends on the kind of loader, of :mod:`mcore_qwen3vl.data.loader_kinds`:
 
-    * Records that are read by number, a record a row, and every validation: :meth:`read_block`
-      calls :meth:`cook`, :meth:`preencode_sample` and :meth:`postencode_sample` for each record of
-      a micro-batch, then :meth:`batch`.
-    * Records that are read by number, packed: :meth:`read_and_plan` calls :meth:`cook` and
-      :meth:`preencode_sample` for each record on its way into the buffer. Energon calls
-      :meth:`select_samples_to_pack` for a full buffer, and for each pack :meth:`postencode_sample`,
-      record by record, then :meth:`pack_selected_samples`.
-    * Tars: energon calls the same hooks in the same order, with :meth:`batch` at the end if rows
-      hold a record each.
-
-    With balanced work, :class:`.balanced.BalancedTaskEncoder` gives the buffer the sizes of records
-    in place of their tokens, and reads a record once its pack is this rank's.
+    * ``Records``, and every validation: :meth:`read_block` calls :meth:`cook`,
+      :meth:`preencode_sample` and :meth:`postencode_sample` for each record of a micro-batch, then
+      :meth:`batch`.
+    * ``OwnPacks``: :meth:`read_and_plan` calls :meth:`cook` and :meth:`preencode_sample` for each
+      record on its way into the buffer. Energon calls :meth:`select_samples_to_pack` for a full
+      buffer, and for each pack :meth:`postencode_sample`, record by record, then
+      :meth:`pack_selected_samples`.
+    * ``SharedPacks``: the same, of :class:`.balanced.BalancedTaskEncoder`. It gives the buffer the
+      sizes of records in place of their tokens, and reads a record once its pack is this rank's.
+    * ``Shards``: energon calls the same hooks in the same order, with :meth:`batch` at the end if
+      rows hold a record each. With balanced work the hooks are ``BalancedTaskEncoder``'s, too.
     """
 
     decoder = None  # WebDataset parts stay bytes
