@@ -19,14 +19,16 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import read_adapter
 from mcore_qwen3vl.converters.adapters.merge import Merged, merge, plan_merge
 from mcore_qwen3vl.converters.adapters.vllm import vllm_notes
-from mcore_qwen3vl.converters.convert import hf_to_hf
+from mcore_qwen3vl.converters.convert import hf_to_hf, write_part
 from mcore_qwen3vl.converters.offline import to_hf
+from mcore_qwen3vl.part import Part
 from tests.command import exit_code
 from tests.converters.adapters.conftest import Made
 from tests.converters.adapters.peft_made import Kind, edit_config, make
 from tests.converters.adapters.rounding import assert_merged
 from tests.converters.checkpoints import load, tree_digests, turned
 from tests.converters.offline.test_engine import Failing, dying_at, in_child
+from tests.converters.storage.test_part_staging import die_in_the_middle
 from tests.test_files import full_disk
 
 Get = Callable[[str], Made]
@@ -189,3 +191,38 @@ def test_strict_writes_nothing(
     assert exit_code("lora", "merge", base, source.folder, target, "--strict") == 1
     assert "1 tensor has NaN or infinite values" in capsys.readouterr().err
     assert not target.exists()
+
+
+def test_parts_make_the_bytes_of_one_process(
+    made: Get, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One part is killed and another is missing; parts of another adapter do not belong to them."""
+    source, other = made("only gate_up"), made("only down")
+    whole, target = tmp_path / "whole", tmp_path / "parts"
+    size = ("--max-shard-size", "50KB")
+    assert exit_code("lora", "merge", source.base, source.folder, whole, *size) == 0
+
+    def part(index: int, adapter: Made) -> tuple[int, str]:
+        capsys.readouterr()
+        words = ("lora", "merge", adapter.base, adapter.folder, target, *size)
+        code = exit_code(*words, "--part", f"{index}/3", "--json")
+        return code, capsys.readouterr().out
+
+    plan = functools.partial(plan_merge, source.base, source.folder, max_shard_size=size[1])
+    killed = functools.partial(
+        write_part, plan, target, Part(1, 3), workers=1, progress=die_in_the_middle
+    )
+    assert in_child(killed) == -signal.SIGKILL
+    code, said = part(0, source)
+    assert (code, json.loads(said)["missing"]) == (0, ["1/3", "2/3"])
+    code, said = part(2, other)
+    assert code == 2
+    assert "differs in size and time of the source's adapter_config.json" in said
+    code, said = part(2, source)
+    assert (code, json.loads(said)["missing"]) == (0, ["1/3"])
+    assert not target.exists()
+    code, said = part(1, source)
+    done = json.loads(said)
+    assert (code, done["missing"]) == (0, [])
+    assert 0 < done["resumed_units"] < done["units"]
+    assert tree_digests(target) == tree_digests(whole)
