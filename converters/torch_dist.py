@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -151,9 +152,7 @@ def _check_backend(folder: Path) -> None:
         content = parse_json(file.read_bytes())
         backend, version = content.get("sharded_backend"), content.get("sharded_backend_version", 1)
     except FileNotFoundError:
-        raise BadInput(
-            f"{folder} is not a Megatron-Core torch_dist checkpoint: it has no metadata.json."
-        ) from None
+        raise _without_config_error(folder) from None
     except (OSError, ValueError, AttributeError) as error:
         raise BadInput(
             f"{file} cannot be read ({error!r:.200}). Copy the checkpoint again."
@@ -164,6 +163,27 @@ def _check_backend(folder: Path) -> None:
             "only torch_dist, version 1, can be read. Load it in Megatron and save it again "
             "with --ckpt-format torch_dist."
         )
+
+
+def _without_config_error(folder: Path) -> BadInput:
+    """Make the error of a folder without ``metadata.json``, by what its ``.metadata`` names.
+
+    Megatron's formats of torch's own distributed checkpointing have no such file, and begin the
+    names of weights with ``model.`` (``megatron.training.checkpointing``).
+    """
+    names: Iterable[str] = ()
+    with suppress(BadInput):
+        names = read_metadata(folder).tensors
+    if not any(name.startswith("model.") for name in names):
+        return BadInput(
+            f"{folder} is not a Megatron-Core torch_dist checkpoint: it has no metadata.json."
+        )
+    return BadInput(
+        f"{folder} has the format fsdp_dtensor, which Megatron-FSDP writes, or torch_dcp; only "
+        "torch_dist can be read. Of fsdp_dtensor, tools/checkpoint/checkpoint_inspector.py of a "
+        f"new Megatron-LM makes it: convert-fsdp-dtensor-to-torch-dist {folder} "
+        f"OUT/{folder.name}. Then name OUT/{folder.name}."
+    )
 
 
 class DistcpFile(DirectFile):

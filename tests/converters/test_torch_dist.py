@@ -160,3 +160,22 @@ def test_metadata(tmp_path: Path, name: str) -> None:
     (tmp_path / ".metadata").write_bytes(torch_dist.dumps_metadata(damage()))
     with pytest.raises(BadInput, match=message):
         TorchDistCheckpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "said"),
+    [
+        (
+            "model.module.",
+            r"has the format fsdp_dtensor, .*convert-fsdp-dtensor-to-torch-dist \S+ ",
+        ),
+        ("", r"is not a Megatron-Core torch_dist checkpoint"),
+    ],
+)
+def test_a_checkpoint_of_megatron_fsdp_is_named(prefix: str, said: str, tmp_path: Path) -> None:
+    """Its weights are those that Megatron-FSDP saves; those of a killed save are torch_dist's."""
+    names = ("decoder.layers.0.mlp.linear_fc1.weight_w", "decoder.layers.0.mlp.linear_fc1.weight_v")
+    state = {f"{prefix}{name}": torch.ones(4, 2) for name in names}
+    dcp.save({**state, "iteration": 7}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(BadInput, match=said):
+        TorchDistCheckpoint(tmp_path)
