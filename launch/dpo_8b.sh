@@ -5,7 +5,7 @@
 # Layout: as for LoRA. The reference is the adapter switched off, one forward pass more: it keeps nothing
 # but the micro-batches of an iteration. Data are records with chosen and rejected; a global batch counts
 # packs of pairs.
-# Memory of a GPU, rehearsed with the torch spec: 46.0 GB reserved of 81.6, 44.7 held (weights 17.6,
+# Memory of a GPU, rehearsed with the torch spec: 45.9 GB reserved of 81.6, 44.6 held (weights 17.6,
 # gradients 0.2, optimizer 0.1, logits and loss 0.0, the rest 26.8).
 NODES=${NODES:-${SLURM_NNODES:-1}}
 HERE=$(dirname "${BASH_SOURCE[0]}")

@@ -4,7 +4,7 @@
 #
 # Layout: the weights alone take 470 GB. PP 2 gives each node half of the layers, and EP 8 divides their
 # experts over the node. TP 4 is the most that the four key/value heads allow.
-# Memory of a GPU (first stage), rehearsed with the torch spec: 38.8 GB reserved of 77.4, 38.2 held
+# Memory of a GPU (first stage), rehearsed with the torch spec: 38.7 GB reserved of 77.4, 38.1 held
 # (weights 31.9, gradients 0.7, optimizer 1.9, logits and loss 0.0, the rest 3.6). A rank waits 3.3%
 # of an iteration for others (modelled).
 NODES=${NODES:-${SLURM_NNODES:-2}}

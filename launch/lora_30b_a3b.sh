@@ -4,7 +4,7 @@
 #
 # Layout: EP 8 divides the experts over the node, TP 2 with SP the rest. Frozen weights leave room for
 # all activations: no recompute.
-# Memory of a GPU, rehearsed with the torch spec: 30.6 GB reserved of 77.4, 29.7 held (weights 10.1,
+# Memory of a GPU, rehearsed with the torch spec: 30.5 GB reserved of 77.4, 29.5 held (weights 10.1,
 # gradients 0.4, optimizer 1.0, logits and loss 0.6, the rest 17.5).
 NODES=${NODES:-${SLURM_NNODES:-1}}
 MOE_MODEL=1

@@ -3,7 +3,7 @@
 # Qwen3-VL-32B, LoRA of the language model at 8k packed: one node of 8xH100-80GB.
 #
 # Layout: TP 4 with SP fits without recompute, and leaves two data-parallel ranks.
-# Memory of a GPU, rehearsed with the torch spec: 41.4 GB reserved of 81.1, 40.5 held (weights 17.7,
+# Memory of a GPU, rehearsed with the torch spec: 41.5 GB reserved of 81.1, 40.5 held (weights 17.7,
 # gradients 0.2, optimizer 0.4, logits and loss 0.8, the rest 21.4).
 NODES=${NODES:-${SLURM_NNODES:-1}}
 HERE=$(dirname "${BASH_SOURCE[0]}")

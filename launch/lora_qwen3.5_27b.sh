@@ -6,8 +6,8 @@
 # layers: no recompute. TP 2 alone is modelled 9 % faster and leaves 11 % of the GPU: docs/measurements/layouts.md
 # has the layouts that rehearse --fit compared.
 # On GPUs Qwen3.5 needs flash-linear-attention: install mcore-qwen3vl[fla].
-# Memory of a GPU, rehearsed with the torch spec: 52.2 GB reserved of 80.7, 51.3 held (weights 28.0,
-# gradients 0.3, optimizer 0.2, logits and loss 0.7, the rest 22.2).
+# Memory of a GPU, rehearsed with the torch spec: 52.6 GB reserved of 80.7, 51.8 held (weights 28.0,
+# gradients 0.3, optimizer 0.2, logits and loss 0.7, the rest 22.6).
 NODES=${NODES:-${SLURM_NNODES:-1}}
 HERE=$(dirname "${BASH_SOURCE[0]}")
 # sbatch runs a copy of this file. Slurm knows the path of the original.

@@ -6,8 +6,8 @@
 # are data parallel and TP cuts nothing. Frozen weights leave room for all activations: no recompute.
 # Other layouts were not rehearsed.
 # On GPUs Qwen3.5 needs flash-linear-attention: install mcore-qwen3vl[fla].
-# Memory of a GPU, rehearsed with the torch spec: 57.8 GB reserved of 77.4, 56.9 held (weights 14.1,
-# gradients 0.5, optimizer 1.4, logits and loss 0.0, the rest 40.8).
+# Memory of a GPU, rehearsed with the torch spec: 57.5 GB reserved of 77.4, 56.6 held (weights 14.1,
+# gradients 0.5, optimizer 1.4, logits and loss 0.0, the rest 40.5).
 NODES=${NODES:-${SLURM_NNODES:-1}}
 MOE_MODEL=1
 HERE=$(dirname "${BASH_SOURCE[0]}")

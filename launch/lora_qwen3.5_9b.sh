@@ -7,8 +7,8 @@
 # For longer packs, append --tensor-model-parallel-size 2 --sequence-parallel, which halves the
 # activations.
 # On GPUs Qwen3.5 needs flash-linear-attention: install mcore-qwen3vl[fla].
-# Memory of a GPU, rehearsed with the torch spec: 51.6 GB reserved of 81.6, 50.3 held (weights 18.9,
-# gradients 0.2, optimizer 0.1, logits and loss 0.0, the rest 31.1).
+# Memory of a GPU, rehearsed with the torch spec: 51.7 GB reserved of 81.6, 50.7 held (weights 18.9,
+# gradients 0.2, optimizer 0.1, logits and loss 0.0, the rest 31.5).
 NODES=${NODES:-${SLURM_NNODES:-1}}
 HERE=$(dirname "${BASH_SOURCE[0]}")
 # sbatch runs a copy of this file. Slurm knows the path of the original.

@@ -4,7 +4,7 @@
 #
 # Layout: as for fine-tuning, but without CP, and with eight data-parallel ranks and 64 micro-batches
 # per pipeline.
-# Memory of a GPU (first stage, 2 virtual), rehearsed with the torch spec: 42.6 GB reserved of 77.4,
+# Memory of a GPU (first stage, 2 virtual), rehearsed with the torch spec: 42.4 GB reserved of 77.4,
 # 41.3 held (weights 7.2, gradients 14.5, optimizer 9.5, logits and loss 0.0, the rest 10.1). A rank
 # waits 9.7% of an iteration for others (modelled).
 #

@@ -4,8 +4,8 @@
 #
 # Layout: TP 4 with SP exchanges half as much as TP 8, and PP 2 makes room for it; the global batch
 # gives each pipeline 32 micro-batches. A step is modelled 15 % shorter than with TP 8.
-# Memory of a GPU (first stage), rehearsed with the torch spec: 63.6 GB reserved of 81.1, 62.3 held
-# (weights 9.4, gradients 18.8, optimizer 7.0, logits and loss 0.0, the rest 27.1). A rank waits 3.8%
+# Memory of a GPU (first stage), rehearsed with the torch spec: 64.1 GB reserved of 81.1, 62.2 held
+# (weights 9.4, gradients 18.8, optimizer 7.0, logits and loss 0.0, the rest 27.0). A rank waits 3.8%
 # of an iteration for others (modelled).
 NODES=${NODES:-${SLURM_NNODES:-8}}
 HERE=$(dirname "${BASH_SOURCE[0]}")

@@ -3,7 +3,7 @@
 # Qwen3-VL-4B, continued pretraining at 8k packed: two nodes of 8xH100-80GB.
 #
 # Layout: as for fine-tuning.
-# Memory of a GPU, rehearsed with the torch spec: 64.2 GB reserved of 81.6, 62.0 held (weights 8.9,
+# Memory of a GPU, rehearsed with the torch spec: 64.9 GB reserved of 81.6, 61.9 held (weights 8.9,
 # gradients 17.8, optimizer 3.3, logits and loss 2.6, the rest 29.4).
 NODES=${NODES:-${SLURM_NNODES:-2}}
 HERE=$(dirname "${BASH_SOURCE[0]}")

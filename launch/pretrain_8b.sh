@@ -4,7 +4,7 @@
 #
 # Layout: sixteen data-parallel ranks divide the optimizer states far enough for TP 2, which communicates
 # less than TP 4.
-# Memory of a GPU, rehearsed with the torch spec: 53.2 GB reserved of 81.1, 51.2 held (weights 9.3,
+# Memory of a GPU, rehearsed with the torch spec: 53.5 GB reserved of 81.1, 51.1 held (weights 9.3,
 # gradients 18.7, optimizer 3.5, logits and loss 1.4, the rest 18.2).
 NODES=${NODES:-${SLURM_NNODES:-4}}
 HERE=$(dirname "${BASH_SOURCE[0]}")

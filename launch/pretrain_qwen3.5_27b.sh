@@ -6,8 +6,8 @@
 # so that the tower's blocks are kept. Of five layouts that rehearse --fit compared, it is the fastest
 # that leaves 5 % of the GPU (docs/measurements/layouts.md).
 # On GPUs Qwen3.5 needs flash-linear-attention: install mcore-qwen3vl[fla].
-# Memory of a GPU (first stage), rehearsed with the torch spec: 62.9 GB reserved of 80.7, 60.8 held
-# (weights 14.0, gradients 28.0, optimizer 5.2, logits and loss 0.0, the rest 13.6). A rank waits 5.0%
+# Memory of a GPU (first stage), rehearsed with the torch spec: 63.0 GB reserved of 80.7, 61.0 held
+# (weights 14.0, gradients 28.0, optimizer 5.2, logits and loss 0.0, the rest 13.8). A rank waits 5.0%
 # of an iteration for others (modelled).
 NODES=${NODES:-${SLURM_NNODES:-8}}
 HERE=$(dirname "${BASH_SOURCE[0]}")

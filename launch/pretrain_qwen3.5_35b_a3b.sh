@@ -6,8 +6,8 @@
 # states so far that TP 2 with SP makes room for the activations of all decoder layers; only the
 # tower's blocks are recomputed. Other layouts were not rehearsed.
 # On GPUs Qwen3.5 needs flash-linear-attention: install mcore-qwen3vl[fla].
-# Memory of a GPU, rehearsed with the torch spec: 62.7 GB reserved of 77.4, 61.7 held (weights 11.4,
-# gradients 22.8, optimizer 6.7, logits and loss 0.0, the rest 20.8).
+# Memory of a GPU, rehearsed with the torch spec: 62.5 GB reserved of 77.4, 61.6 held (weights 11.4,
+# gradients 22.8, optimizer 6.7, logits and loss 0.0, the rest 20.6).
 NODES=${NODES:-${SLURM_NNODES:-8}}
 MOE_MODEL=1
 HERE=$(dirname "${BASH_SOURCE[0]}")

@@ -6,8 +6,8 @@
 # the tower's blocks are kept. It is the fastest of four layouts that rehearse --fit compared
 # (docs/measurements/layouts.md).
 # On GPUs Qwen3.5 needs flash-linear-attention: install mcore-qwen3vl[fla].
-# Memory of a GPU, rehearsed with the torch spec: 58.8 GB reserved of 81.1, 55.6 held (weights 9.9,
-# gradients 19.7, optimizer 3.7, logits and loss 2.2, the rest 20.1).
+# Memory of a GPU, rehearsed with the torch spec: 58.8 GB reserved of 81.1, 55.9 held (weights 9.9,
+# gradients 19.7, optimizer 3.7, logits and loss 2.2, the rest 20.4).
 NODES=${NODES:-${SLURM_NNODES:-4}}
 HERE=$(dirname "${BASH_SOURCE[0]}")
 # sbatch runs a copy of this file. Slurm knows the path of the original.

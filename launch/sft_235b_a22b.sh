@@ -9,7 +9,7 @@
 # to, so only hidden states travel between stages.
 # Memory of a GPU (middle stages (as 1), 2 virtual), rehearsed with the torch spec: 51.9 GB reserved
 # of 76.9, 51.4 held (weights 8.3, gradients 16.7, optimizer 24.3, logits and loss 0.0, the rest 2.2).
-# A rank waits 11.6% of an iteration for others (modelled).
+# A rank waits 12.2% of an iteration for others (modelled).
 NODES=${NODES:-${SLURM_NNODES:-16}}
 MOE_MODEL=1
 SPLIT="Ettt|(t*7|)*4(t*6|)*10tttL"

@@ -6,8 +6,8 @@
 # experts are not cut (ETP 1). Each token visits eight experts, so activations are large: 32 of the 48
 # layers are recomputed. All of them would take 7 % longer (modelled); 24 leave 11 % of the GPU, and
 # none nothing, too little where a rank's experts get more tokens than others.
-# Memory of a GPU, rehearsed with the torch spec: 64.5 GB reserved of 77.4, 63.8 held (weights 9.9,
-# gradients 19.8, optimizer 23.7, logits and loss 0.6, the rest 9.8).
+# Memory of a GPU, rehearsed with the torch spec: 64.0 GB reserved of 77.4, 63.2 held (weights 9.9,
+# gradients 19.8, optimizer 23.7, logits and loss 0.6, the rest 9.2).
 #
 # EP_OVERLAP=1 hides the exchange, which no recomputed decoder layer allows. CP 2 makes room for their
 # activations, 65.5 GB reserved, and leaves each kernel half of the tokens. With the 35 us of the host for

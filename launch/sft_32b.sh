@@ -4,7 +4,7 @@
 #
 # Layout: TP 4 with SP exchanges half as much as TP 8, and PP 2 makes room for it: a step is modelled
 # 10 % shorter than with TP 8 alone. The tower's stage has two layers less than the other.
-# Memory of a GPU (first stage), rehearsed with the torch spec: 69.2 GB reserved of 81.1, 67.6 held
+# Memory of a GPU (first stage), rehearsed with the torch spec: 69.8 GB reserved of 81.1, 67.5 held
 # (weights 9.1, gradients 18.3, optimizer 13.7, logits and loss 0.0, the rest 26.4). A rank waits 7.6%
 # of an iteration for others (modelled).
 NODES=${NODES:-${SLURM_NNODES:-4}}

@@ -5,7 +5,7 @@
 # Layout: the model fits one GPU, so all eight are data parallel and nothing is exchanged inside a
 # layer: a step is modelled 7 % shorter than with TP 2, which leaves half of the GPU. For longer packs,
 # append --tensor-model-parallel-size 2 --sequence-parallel.
-# Memory of a GPU, rehearsed with the torch spec: 67.8 GB reserved of 81.6, 64.9 held (weights 8.9,
+# Memory of a GPU, rehearsed with the torch spec: 69.5 GB reserved of 81.6, 64.9 held (weights 8.9,
 # gradients 17.8, optimizer 6.7, logits and loss 2.2, the rest 29.4).
 NODES=${NODES:-${SLURM_NNODES:-1}}
 HERE=$(dirname "${BASH_SOURCE[0]}")

@@ -5,7 +5,7 @@
 # Layout: TP 2 with SP is the least that fits. A step is modelled 14 % shorter than with TP 4, which
 # exchanges three times as much and has narrower products, but leaves half of the GPU: for longer packs,
 # append --tensor-model-parallel-size 4.
-# Memory of a GPU, rehearsed with the torch spec: 63.5 GB reserved of 81.1, 61.7 held (weights 9.3,
+# Memory of a GPU, rehearsed with the torch spec: 64.1 GB reserved of 81.1, 61.7 held (weights 9.3,
 # gradients 18.7, optimizer 14.0, logits and loss 1.4, the rest 18.2).
 NODES=${NODES:-${SLURM_NNODES:-1}}
 HERE=$(dirname "${BASH_SOURCE[0]}")

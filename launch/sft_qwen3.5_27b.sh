@@ -7,9 +7,9 @@
 # room for it. The tower's blocks are recomputed; kept, they leave 14 % of the GPU. The tower's stage
 # has two layers less than the other.
 # On GPUs Qwen3.5 needs flash-linear-attention: install mcore-qwen3vl[fla].
-# Memory of a GPU (first stage), rehearsed with the torch spec: 65.8 GB reserved of 80.7, 63.8 held
-# (weights 14.0, gradients 28.0, optimizer 10.5, logits and loss 0.0, the rest 11.4). A rank waits
-# 5.6% of an iteration for others (modelled).
+# Memory of a GPU (first stage), rehearsed with the torch spec: 66.0 GB reserved of 80.7, 64.0 held
+# (weights 14.0, gradients 28.0, optimizer 10.5, logits and loss 0.0, the rest 11.6). A rank waits
+# 5.3% of an iteration for others (modelled).
 NODES=${NODES:-${SLURM_NNODES:-4}}
 HERE=$(dirname "${BASH_SOURCE[0]}")
 # sbatch runs a copy of this file. Slurm knows the path of the original.

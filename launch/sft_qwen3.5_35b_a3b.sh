@@ -6,8 +6,8 @@
 # experts are not cut (ETP 1). Weights, gradients and optimizer states take 61 GB, so all layers are
 # recomputed. Of those that rehearse --fit tried it is the fastest: docs/measurements/layouts.md.
 # On GPUs Qwen3.5 needs flash-linear-attention: install mcore-qwen3vl[fla].
-# Memory of a GPU, rehearsed with the torch spec: 65.0 GB reserved of 77.4, 64.4 held (weights 11.4,
-# gradients 22.8, optimizer 26.7, logits and loss 0.0, the rest 3.5).
+# Memory of a GPU, rehearsed with the torch spec: 64.9 GB reserved of 77.4, 64.4 held (weights 11.4,
+# gradients 22.8, optimizer 26.7, logits and loss 0.0, the rest 3.4).
 NODES=${NODES:-${SLURM_NNODES:-2}}
 MOE_MODEL=1
 HERE=$(dirname "${BASH_SOURCE[0]}")

@@ -6,8 +6,8 @@
 # It is the fastest of six layouts that rehearse --fit compared (docs/measurements/layouts.md). The tower's blocks
 # are recomputed; kept, they would hold 4.5 GB more (estimated).
 # On GPUs Qwen3.5 needs flash-linear-attention: install mcore-qwen3vl[fla].
-# Memory of a GPU, rehearsed with the torch spec: 64.2 GB reserved of 81.1, 62.3 held (weights 9.9,
-# gradients 19.7, optimizer 14.8, logits and loss 2.2, the rest 15.7).
+# Memory of a GPU, rehearsed with the torch spec: 64.2 GB reserved of 81.1, 62.5 held (weights 9.9,
+# gradients 19.7, optimizer 14.8, logits and loss 2.2, the rest 15.9).
 NODES=${NODES:-${SLURM_NNODES:-1}}
 HERE=$(dirname "${BASH_SOURCE[0]}")
 # sbatch runs a copy of this file. Slurm knows the path of the original.

@@ -8,9 +8,9 @@
 # are recomputed. The model's shape is partly derived (mcore_qwen3vl/published_configs), and other
 # layouts were not rehearsed.
 # On GPUs Qwen3.8 needs flash-linear-attention: install mcore-qwen3vl[fla].
-# Memory of a GPU (middle stages (as 1)), rehearsed with the torch spec: 55.7 GB reserved of 77.4,
-# 54.8 held (weights 6.3, gradients 12.7, optimizer 29.6, logits and loss 0.0, the rest 6.2). A rank
-# waits 20.2% of an iteration for others (modelled).
+# Memory of a GPU (middle stages (as 1)), rehearsed with the torch spec: 55.8 GB reserved of 77.4,
+# 54.6 held (weights 6.3, gradients 12.7, optimizer 29.6, logits and loss 0.0, the rest 6.1). A rank
+# waits 20.4% of an iteration for others (modelled).
 NODES=${NODES:-${SLURM_NNODES:-128}}
 MOE_MODEL=1
 SPLIT="Et*5|(t*6|)*14tttL"
