@@ -145,8 +145,11 @@ def _check_spec(spec: Spec, overrides: dict[str, Any]) -> None:
         raise BadInput(f"Layer spec {spec!r} is not known; use 'torch' or 'te'.")
     if spec == "te":
         return
-    # Megatron-Core would silently ignore most of these.
-    for name in ("moe_apply_probs_on_input", "fp8", "fp4", "tp_comm_overlap"):
+    # Megatron-Core would silently ignore most of these. With use_te_activation_func, shared experts
+    # would apply silu to both halves of their inputs.
+    for name in (
+        "moe_apply_probs_on_input", "fp8", "fp4", "tp_comm_overlap", "use_te_activation_func",
+    ):  # fmt: skip
         if overrides.get(name):
             raise BadInput(
                 f"{name} needs Transformer Engine, which the torch spec does not use: use the te "

@@ -26,6 +26,7 @@ MOE = Architecture.from_hf(tiny_config(moe=True))
         ({"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input needs Transformer Engine"),
         ({"fp8": "hybrid"}, "fp8 needs Transformer Engine"),
         ({"fp4": "e2m1"}, "fp4 needs Transformer Engine"),
+        ({"use_te_activation_func": True}, "use_te_activation_func needs Transformer Engine"),
         ({"recompute_modules": ["core_attn", "layernorm"]}, "layernorm needs Transformer Engine"),
         ({"attention_dropout": 0.1}, "no attention dropout"),
         ({"qk_layernorm": False}, "drop them from checkpoints silently"),

@@ -90,7 +90,8 @@ def files(rng: Random, case: Case) -> Case:
     form = rng.choice(get_args(Form)) if rng.random() < 0.3 else case.form
     if len(case.records) < 2 and form.endswith("mixture"):
         form = case.form
-    start = rng.choice(get_args(Start)) if rng.random() < 0.2 else case.start
+    starts = [one for one in get_args(Start) if one != "hybrid" or "--family" not in case.model]
+    start = rng.choice(starts) if rng.random() < 0.25 else case.start
     return replace(case, form=form, start=start)
 
 
@@ -197,10 +198,12 @@ def _other_layout(rng: Random, case: Case) -> str:
 
 
 def after(rng: Random, case: Case) -> Case:
-    """A validation and an export at the end, and a command that reads it."""
-    validates = rng.random() < 0.3
-    behind = rng.choice((None, *get_args(Behind))) if validates else None
-    return replace(case, validates=validates, behind=behind)
+    """Validations, an export at the end, and a command that reads it."""
+    if rng.random() < 0.7:
+        return case
+    often = (("--eval-interval", "1"),) * (rng.random() < 0.4)
+    behind = rng.choice((None, *get_args(Behind)))
+    return replace(case, flags=(*case.flags, *often), validates=True, behind=behind)
 
 
 AXES: tuple[Axis, ...] = (

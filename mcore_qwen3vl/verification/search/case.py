@@ -38,9 +38,11 @@ Form = Literal["jsonl", "json", "parquet", "mixture", "weighted mixture"]
 Behind = Literal["score", "generate"]
 """A command that reads the export of a run."""
 
-Start = Literal["published", "transformers", "megatron", "fp8"]
+Start = Literal[
+    "published", "transformers", "fp8", "megatron", "megatron-bridge", "ms-swift", "hybrid"
+]
 """Where the weights come from: the model as it is published, as transformers writes it once it has
-loaded it, or its conversion to Megatron-Core."""
+loaded it, in FP8, or its conversion to Megatron-Core, with this package's keys or another's."""
 
 BASE: tuple[Flag, ...] = (
     ("--seq-length", "256"), ("--lr", "1e-3"), ("--lr-decay-style", "constant"),
@@ -79,7 +81,8 @@ class Case:
         batch: the global batch.
         steps: ``--train-iters``.
         stop: an early end, after which the run goes on.
-        validates: whether the records are validation data too, for one validation at the end.
+        validates: whether the records are validation data too, for a validation at the end, and
+            before it as ``--eval-interval`` says.
         form: what the data are.
         start: the form of the model with which the run begins.
         behind: with a validation, a command that reads the run's export.
@@ -129,6 +132,16 @@ class Case:
     def parsed(self) -> list[dict[str, Any]]:
         """The records."""
         return [json.loads(line) for line in self.records]
+
+    @property
+    def starts_converted(self) -> bool:
+        """Whether the run begins with a checkpoint of Megatron-Core."""
+        return self.start not in ("published", "transformers", "fp8")
+
+    @property
+    def conversion(self) -> dict[str, str]:
+        """The options of the conversion with whose checkpoint the run begins."""
+        return {} if self.start == "megatron" else {"dialect": self.start}
 
     @property
     def data(self) -> str:
@@ -196,7 +209,7 @@ class Segment:
         The model of the same kind with `other` weights takes the place of :data:`OTHER`.
         """
         words = ["--cpu", "--hf-model", model]
-        if case.start == "megatron":
+        if case.starts_converted:
             words += ["--pretrained-checkpoint", f"{folder}/converted"]
         else:
             words += ["--load-hf", model]
@@ -220,7 +233,7 @@ def segments(case: Case) -> list[Segment]:
     if "--num-epochs" not in flags:
         flags["--train-iters"] = ("--train-iters", str(case.steps))
     if case.validates:
-        flags["--eval-interval"] = ("--eval-interval", "1000")
+        flags.setdefault("--eval-interval", ("--eval-interval", "1000"))
     layout, stop = Layout.parse(case.layout), case.stop
     if stop is None:
         return [Segment(tuple(flags.values()), layout)]
@@ -363,8 +376,9 @@ def _lines(case: Case) -> Iterator[str]:
     if any(ADAPTER in flag for flag in case.flags):
         base = "values" if case.start == "fp8" else model
         yield from _call("running", "write_adapter", base, "adapter")
-    if case.start == "megatron":
-        yield shlex.join(["mcore-qwen3vl", "convert", "hf-to-mcore", model, "converted"])
+    if case.starts_converted:
+        options = [word for name, value in case.conversion.items() for word in (f"--{name}", value)]
+        yield shlex.join(["mcore-qwen3vl", "convert", "hf-to-mcore", model, "converted", *options])
     for segment in segments(case):
         words = segment.words(case, ".", model, "other")
         ranks = str(segment.layout.world_size)

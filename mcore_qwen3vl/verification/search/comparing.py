@@ -79,10 +79,12 @@ def differences(one: Outcome, other: Outcome, limits: Mapping[str, float], name:
             a, b = mine[step][key], theirs[step][key]
             if not agree(a, b, limits[kind]):
                 return f"step {step}: {key} is {a}, and {b} in {name}"
-    a, b = validations(one), validations(other)
-    for key in sorted(a.keys() & b.keys()):
-        if not agree(a[key], b[key], limits["loss"], 1.0 if "rewards" in key else 1e-3):
-            return f"{key} is {a[key]}, and {b[key]} in {name}"
+    mine, theirs = validations(one), validations(other)
+    for step in sorted(mine.keys() & theirs.keys()):
+        for key in sorted(mine[step].keys() & theirs[step].keys()):
+            a, b = mine[step][key], theirs[step][key]
+            if not agree(a, b, limits["loss"], 1.0 if "rewards" in key else 1e-3):
+                return f"step {step}: {key} is {a}, and {b} in {name}"
     return ""
 
 
@@ -142,10 +144,13 @@ def same_result(one: Outcome, other: Outcome) -> bool:
     return differences(one, other, AGAIN, "") == ""
 
 
-def validations(outcome: Outcome) -> dict[str, float]:
-    """Return the numbers of the last validation."""
+def validations(outcome: Outcome) -> dict[int, dict[str, float]]:
+    """Return the numbers of each validation by its step; a repeated one has the later numbers."""
     entries = [entry for one in outcome.ran for entry in one.validations]
-    return {k: v for k, v in (entries[-1] if entries else {}).items() if k.startswith("valid")}
+    return {
+        int(entry["iteration"]): {k: v for k, v in entry.items() if k.startswith("valid")}
+        for entry in entries
+    }
 
 
 def agree(a: Any, b: Any, limit: float, least: float = 1e-3) -> bool:

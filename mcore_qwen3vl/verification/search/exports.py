@@ -43,7 +43,8 @@ def export(case: Case, outcome: Outcome, bench: Bench) -> str | None:
         return None
     if case.has("--eval-iters") or is_half(case) or cuts_records(case):
         return None
-    validation, models = validations(outcome), _models_of(case, outcome)
+    by_step, models = validations(outcome), _models_of(case, outcome)
+    validation = by_step[max(by_step)] if by_step else {}
     logged = validation.get("validation lm loss")
     if logged is None or models is None:
         return f"it logged the validation {logged} and exported {models}"

@@ -296,7 +296,7 @@ _KNOWN = {
     "--lr-warmup-iters", "--log-interval", "--reference", "--beta", "--simpo-gamma", "--lora-init",
     "--teacher", "--desirable-weight", "--undesirable-weight", "--answers", "--moe-z-loss-coeff",
     "--moe-router-load-balancing-type", "--image-min-pixels", "--image-max-pixels",
-    "--image-max-tokens",
+    "--image-max-tokens", "--eval-interval",
 }  # fmt: skip
 """Flags that the plain loop knows, or flags about the order of samples alone."""
 
@@ -450,13 +450,23 @@ def _processor(folder: Path, budget: plain.ImageBudget) -> Any:
 
 def converted_start(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     """A run from a converted model is the run from the model."""
-    if case.start not in ("transformers", "megatron") or not outcome.finished:
+    if case.start in ("published", "fp8") or not outcome.finished:
         return None
     other = bench.run(replace(case, start="published"))
     if not other.finished:
         return f"only from the Hugging Face model it ends so: {end_of(other)}"
     name = "the run from the Hugging Face model"
     return differences(outcome, other, limits_again(case), name)
+
+
+def unvalidated(case: Case, outcome: Outcome, bench: Bench) -> str | None:
+    """Validations change nothing in the training between them."""
+    if not case.has("--eval-interval") or not case.validates or not outcome.finished:
+        return None
+    other = bench.run(replace(case.without("--eval-interval"), validates=False, behind=None))
+    if not other.finished:
+        return f"only without validations it ends so: {end_of(other)}"
+    return differences(outcome, other, limits_again(case), "the run without validations")
 
 
 def unused(case: Case, outcome: Outcome, bench: Bench) -> str | None:
@@ -518,7 +528,7 @@ def _without_numbers(text: str) -> str:
 
 ORACLES: tuple[Oracle, ...] = (
     crashed, each_record_once, frozen, never_stopped, converted_start, single_rank, tokens,
-    plain_loop, export, converted_end, scores, answers, merge, unused, resumes, remedy,
+    plain_loop, unvalidated, export, converted_end, scores, answers, merge, unused, resumes, remedy,
 )  # fmt: skip
 """Those that need no other run come first."""
 

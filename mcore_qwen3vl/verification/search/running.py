@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -260,8 +260,9 @@ class Bench:
             other = str(self.other_model(case))
         if any(ADAPTER in flag for flag in case.flags):
             write_adapter(outcome.model, folder / "adapter")
-        if case.start == "megatron":
-            (folder / "converted").symlink_to(self._converted(outcome.model))
+        if case.starts_converted:
+            converted = _converted(outcome.model, case.start, case.conversion)
+            (folder / "converted").symlink_to(converted)
         for segment in segments(case):
             words = segment.words(case, str(folder), str(outcome.named_model), other)
             ran = self._run_segment(segment, words, folder / f"command{len(outcome.ran)}")
@@ -280,15 +281,6 @@ class Bench:
             write_fp8(published, _in_fp8(path), path)
         if case.start == "transformers" and not path.exists():
             run_layout(save_again, 1, published, path, timeout=self.timeout)
-        return path
-
-    def _converted(self, model: Path) -> Path:
-        """Return a model as a Megatron-Core checkpoint."""
-        from mcore_qwen3vl.converters.convert import hf_to_mcore
-
-        path = model.with_name(f"{model.name}-converted")
-        if not path.exists():
-            hf_to_mcore(model, path)
         return path
 
     def _run_segment(self, segment: Segment, words: Sequence[str], notes: Path) -> Ran:
@@ -323,6 +315,16 @@ class Bench:
         ran.validations = [entry for entry in entries if not loss_name(entry)]
         ran.samples = _samples(notes)
         return ran
+
+
+def _converted(model: Path, name: str, options: Mapping[str, Any]) -> Path:
+    """Return a model as a Megatron-Core checkpoint, written once under this name."""
+    from mcore_qwen3vl.converters.convert import hf_to_mcore
+
+    path = model.with_name(f"{model.name}-{name}")
+    if not path.exists():
+        hf_to_mcore(model, path, **options)
+    return path
 
 
 def _in_fp8(values: Path) -> Path:

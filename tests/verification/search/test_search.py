@@ -22,6 +22,7 @@ from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.tiny_checkpoint import FamilyName
 from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.training.forward_step import ForwardStep
+from mcore_qwen3vl.training.run import Run
 from mcore_qwen3vl.verification.runs import LOGGED
 from mcore_qwen3vl.verification.search import axes, comparing, of_user, oracles, plain, records
 from mcore_qwen3vl.verification.search.axes import draw, layouts
@@ -173,9 +174,13 @@ def test_training_names_records_as_a_case_does_in_each_form(form: Form, bench: B
     [
         Case(start="megatron"),
         Case(start="transformers"),
+        Case(("--family", "qwen3.5", "--moe"), start="megatron-bridge"),
+        Case(("--moe",), start="ms-swift"),
+        Case(start="hybrid"),
         Case(flags=(("--lora-init", ADAPTER),)),
         Case(steps=4, stop=Stop("disk full", 1)),
         Case(validates=True),
+        Case(flags=(("--eval-interval", "1"),), validates=True),
         Case(validates=True, behind="score", layout="tp2+sp"),
         Case(validates=True, behind="generate", layout="pp2"),
         Case(flags=(("--lora-init", ADAPTER),), validates=True, behind="score"),
@@ -185,9 +190,13 @@ def test_training_names_records_as_a_case_does_in_each_form(form: Form, bench: B
     ids=[
         "converted",
         "saved by transformers",
+        "keys of Megatron-Bridge",
+        "keys of ms-swift",
+        "keys of a HybridModel",
         "adapter",
         "disk full",
         "export",
+        "validations",
         "score",
         "generate",
         "adapter behind",
@@ -207,6 +216,7 @@ def test_other_beginnings_and_ends_of_a_run_are_judged(case: Case, bench: Bench)
         name for name, applies in {
             "converted_start": case.start != "published",
             "export": case.validates,
+            "unvalidated": case.has("--eval-interval"),
             "scores": case.behind == "score",
             "answers": case.behind == "generate",
             "merge": case.validates and case.trains_adapter,
@@ -437,6 +447,26 @@ def test_a_model_in_fp8_is_compared_with_its_values(
     _, verdict = oracles.judge(replace(case, layout="single"), bench, (oracles.plain_loop,))
     assert verdict is not None
     assert verdict.text.startswith("step 1: lm loss")
+
+
+def test_a_validation_that_changes_the_training_is_found(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate = Run._evaluate
+
+    def leave_the_weights_larger(self: Run, original: Any, *args: Any, **kwargs: Any) -> Any:
+        results = evaluate(self, original, *args, **kwargs)
+        (model,) = args[2]
+        for weight in model.parameters():
+            weight.data.mul_(1.01)
+        return results
+
+    monkeypatch.setattr(Run, "_evaluate", leave_the_weights_larger)
+    lines = records.lines(Random(1), (records.text_only,), 4, False)
+    case = Case(records=lines, flags=(("--eval-interval", "1"),), validates=True)
+    _, verdict = oracles.judge(case, bench, (oracles.unvalidated,))
+    assert verdict is not None
+    assert verdict.text.startswith("step 2: ")
 
 
 def test_a_process_that_breaks_does_not_end_a_search_as_done(
