@@ -75,12 +75,17 @@ _REFUSED: dict[tuple[str, str], str] = {
     ("exit_signal", "SIGKILL"): "no process can catch it: use SIGTERM",
     ("exit_signal", "SIGSTOP"): "no process can catch it: use SIGTERM",
     ("rerun_mode", "report_stats"): "Megatron does not know its own value",
+    **{
+        ("dist_ckpt_strictness", f"return_{which}"): "Megatron's loop does not read what a load "
+        f"returns besides the weights: use log_{which}"
+        for which in ("unexpected", "all")
+    },
 }
 
 _NEEDS_TE = (
     *("batch_invariant_mode", "cpu_offloading_num_layers", "defer_embedding_wgrad_compute"),
     *("save_activations_interval", "save_dgrads_interval", "te_precision_config_file"),
-    "use_precision_aware_optimizer",
+    *("use_precision_aware_optimizer", "use_te_activation_func"),
 )
 """Flags with which Megatron calls or looks for something of Transformer Engine, and fails."""
 _NOT_TAKEN = {

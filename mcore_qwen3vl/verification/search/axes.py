@@ -30,12 +30,12 @@ from mcore_qwen3vl.verification.search.case import (
     Behind,
     Case,
     Flag,
-    Form,
     How,
     Start,
     Stop,
     path_of,
 )
+from mcore_qwen3vl.verification.search.data_files import Form
 from mcore_qwen3vl.verification.search.flags import drawable
 
 Axis = Callable[[Random, Case], Case]
@@ -114,7 +114,7 @@ def length(rng: Random, case: Case) -> Case:
     """The steps of the run, or its epochs, and its global batch."""
     micro = int(case.value("--micro-batch-size"))
     batch = micro * rng.choice((2, 2, 4))
-    if rng.random() < 0.2:
+    if rng.random() < 0.2 and case.form != "tars":
         return replace(case, batch=batch, flags=(*case.flags, ("--num-epochs", rng.choice("12"))))
     return replace(case, batch=batch, steps=rng.choice((1, 2, 2, 3, 4)))
 
@@ -201,7 +201,7 @@ def after(rng: Random, case: Case) -> Case:
     """Validations, an export at the end, and a command that reads it."""
     if rng.random() < 0.7:
         return case
-    often = (("--eval-interval", "1"),) * (rng.random() < 0.4)
+    often = (("--eval-interval", "1"),) * (not case.has("--eval-interval") and rng.random() < 0.4)
     behind = rng.choice((None, *get_args(Behind)))
     return replace(case, flags=(*case.flags, *often), validates=True, behind=behind)
 

@@ -7,10 +7,7 @@ says in a shell (:func:`paste`) is what was run.
 from __future__ import annotations
 
 import base64
-import io
 import json
-import random
-import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +15,8 @@ from typing import Any, Literal, Self
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.verification.search import data_files
+from mcore_qwen3vl.verification.search.data_files import Form
 
 Flag = tuple[str, ...]
 """A flag of the command line with its values."""
@@ -31,9 +30,6 @@ ADAPTER = "{adapter}"
 How = Literal["saved", "killed", "SIGTERM", "disk full"]
 """How a run ends early: it saves and leaves (``--exit-interval``), all of its ranks are killed one
 step after a checkpoint, they get SIGTERM, or they can write no large file from then on."""
-
-Form = Literal["jsonl", "json", "parquet", "mixture", "weighted mixture"]
-"""What the data are: a file, or a mixture of two."""
 
 Behind = Literal["score", "generate"]
 """A command that reads the export of a run."""
@@ -74,8 +70,8 @@ class Case:
 
     Attributes:
         model: options of ``mcore-qwen3vl tiny``, which writes the model; or the path of a model.
-        records: the lines of the data, JSON each; pictures in them are named as :func:`picture`
-            reads it.
+        records: the lines of the data, JSON each; pictures in them are named as
+            :func:`.data_files.picture` reads it.
         flags: flags besides :data:`BASE`, without paths.
         layout: as :meth:`.Layout.parse` reads it.
         batch: the global batch.
@@ -145,24 +141,13 @@ class Case:
 
     @property
     def data(self) -> str:
-        """The name of the file that ``--data-path`` names."""
-        if self.media is not None or self.form.endswith("mixture"):
-            return "train.yaml"
-        return f"train.{self.form}"
+        """The name of what ``--data-path`` names."""
+        return data_files.named(self.form, self.media)
 
     @property
     def names(self) -> list[str]:
         """What training calls each record: its file and its number there."""
-        if self.form == "jsonl":
-            return [f"train.jsonl:{number}" for number in range(1, len(self.records) + 1)]
-        if not self.form.endswith("mixture"):
-            return [f"train.{self.form}[{n}]" for n in range(1, len(self.records) + 1)]
-        parts = _halves(self.records)
-        return [
-            f"train-{part}.jsonl:{number}"
-            for part, lines in enumerate(parts)
-            for number in range(1, len(lines) + 1)
-        ]
+        return data_files.names_of_records(self.form, len(self.records))
 
     @property
     def by_name(self) -> dict[str, dict[str, Any]]:
@@ -256,97 +241,6 @@ def segments(case: Case) -> list[Segment]:
     return [first, Segment(tuple(later.values()), Layout.parse(stop.layout or case.layout))]
 
 
-def data_files(case: Case) -> dict[str, str]:
-    """Return the text of each file of data, by its name; a table of Parquet is made of the first.
-
-    The media of :attr:`Case.media` are named in a mixture.
-    """
-    if case.form.endswith("mixture"):
-        shares = ("weight: 0.7", "weight: 0.3")
-        if case.form == "mixture":
-            shares = ("epochs: 1", "epochs: 1")
-        parts = _halves(case.records)
-        entries = [
-            f"  - path: train-{part}.jsonl\n    {share}\n" for part, share in enumerate(shares)
-        ]
-        files = {f"train-{part}.jsonl": _text(lines) for part, lines in enumerate(parts)}
-        return {**files, "train.yaml": "datasets:\n" + "".join(entries)}
-    if case.form == "json":
-        return {"train.json": "[\n" + ",\n".join(case.records) + "\n]\n"}
-    files = {"train.jsonl": _text(case.records)}
-    if case.media is not None:
-        media = json.dumps(case.media)
-        files["train.yaml"] = f"datasets:\n  - path: train.jsonl\n    media: {media}\n"
-    return files
-
-
-def _halves(records: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the records of a mixture's two files, neither without one if there are two."""
-    middle = (len(records) + 1) // 2
-    return records[:middle], records[middle:]
-
-
-def _text(lines: tuple[str, ...]) -> str:
-    return "".join(f"{line}\n" for line in lines)
-
-
-def write_parquet(lines: str, table: str) -> None:
-    """Write the records of a JSONL file as a table: lists of texts as such, the rest as JSON."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    with open(lines, encoding="utf-8") as stream:
-        rows = [json.loads(line) for line in stream]
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    columns = {key: _column([row.get(key) for row in rows]) for key in keys}
-    pq.write_table(pa.table(columns), table)
-
-
-def _column(values: list[Any]) -> list[Any]:
-    """Return values of one kind, and texts, as they are; others as JSON text."""
-    some = [value for value in values if value is not None]
-    texts = all(
-        isinstance(value, list) and all(isinstance(one, str | None) for one in value)
-        for value in some
-    )
-    kinds = {type(value) for value in some}
-    if kinds == {int, float}:
-        return [None if value is None else float(value) for value in values]
-    if texts or (len(kinds) == 1 and kinds <= {str, bool, int, float}):
-        return values
-    return [
-        value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        for value in values
-    ]
-
-
-_PICTURE = re.compile(r"(\d+)x(\d+)-(\d+)\.png")
-
-
-def pictures(case: Case) -> list[str]:
-    """Return the names of the pictures that the records refer to."""
-    found = (match[0] for line in case.records for match in _PICTURE.finditer(line))
-    return list(dict.fromkeys(found))
-
-
-def picture(name: str) -> bytes:
-    """Return the PNG of a name such as ``24x16-3.png``: width, height, number of its colours.
-
-    It has sixteen colours in blocks, so that its bytes are few and no two places are alike.
-    """
-    from PIL import Image
-
-    match = _PICTURE.fullmatch(name)
-    assert match is not None, name
-    width, height, number = map(int, match.groups())
-    colours = random.Random(number)
-    image = Image.new("RGB", (4, 4))
-    image.putdata([tuple(colours.randrange(256) for _ in range(3)) for _ in range(16)])
-    written = io.BytesIO()
-    image.resize((width, height), Image.Resampling.NEAREST).save(written, "PNG", optimize=True)
-    return written.getvalue()
-
-
 def paste(case: Case) -> str:
     """Return the case as commands for a shell, which make its model and data and run it."""
     return "\n".join(_lines(case))
@@ -359,14 +253,14 @@ def _lines(case: Case) -> Iterator[str]:
     yield "mkdir case && cd case"
     if path is None:
         yield shlex.join(["mcore-qwen3vl", "tiny", "model", *case.model])
-    for name in pictures(case):
-        yield f"base64 -d > {name} <<< {base64.b64encode(picture(name)).decode()}"
-    for name, text in data_files(case).items():
+    for name in data_files.pictures(case.records):
+        yield f"base64 -d > {name} <<< {base64.b64encode(data_files.picture(name)).decode()}"
+    for name, text in data_files.texts(case.form, case.records, case.media).items():
         yield f"cat > {name} <<'END'"
         yield text.rstrip("\n")
         yield "END"
-    if case.form == "parquet":
-        yield from _call("case", "write_parquet", "train.jsonl", "train.parquet")
+    if writer := data_files.WRITERS.get(case.form):
+        yield from _call("data_files", writer.__name__, "train.jsonl", case.data)
     if any(OTHER in flag for flag in case.flags):
         yield shlex.join(["mcore-qwen3vl", "tiny", "other", *case.model, "--seed", "1"])
     if case.start == "transformers":

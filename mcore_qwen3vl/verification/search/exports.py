@@ -9,7 +9,7 @@ from pathlib import Path
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
 from mcore_qwen3vl.verification.search import plain
-from mcore_qwen3vl.verification.search.case import Case, picture
+from mcore_qwen3vl.verification.search.case import Case
 from mcore_qwen3vl.verification.search.comparing import (
     LIMITS,
     ByDesign,
@@ -20,6 +20,7 @@ from mcore_qwen3vl.verification.search.comparing import (
     is_half,
     validations,
 )
+from mcore_qwen3vl.verification.search.data_files import picture
 from mcore_qwen3vl.verification.search.running import Bench, Outcome
 
 MTP_IS_COPIED = ByDesign(

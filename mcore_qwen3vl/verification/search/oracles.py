@@ -58,6 +58,10 @@ PACKS_OF_RANKS = ByDesign(
     "a buffer of packs is one for each data-parallel rank, so their number decides the packs",
     ("data.md", "samples per rank"),
 )
+PARTS_OF_TARS = ByDesign(
+    "each data worker reads its own part of the tars, and its buffer holds samples of two epochs",
+    ("data.md", "Each data worker has its own part of the shards"),
+)
 PARTS_OF_WORKERS = ByDesign(
     "with --no-balance, and packed pairs or tasks, each data worker packs its own part of the data",
     ("data.md", "each data worker packs its own part of each"),
@@ -90,6 +94,10 @@ NOT_SAVED = ByDesign(
     "was saved without",
     ("resume.md", "A checkpoint that was saved with `--no-save-optim` goes on in this way alone"),
 )
+NEW_OPTIMIZER_STATE = ByDesign(
+    "a run that does not load the optimizer's state goes on with moments of zero",
+    ("resume.md", "`--no-load-optim` goes on at the same step of the data and of the schedule"),
+)
 FULL_DISK_ENDS_PYTHON = ByDesign(
     "Python's collector of garbage may crash once a disk is full",
     ("versions.md", "that can end a rank with SIGSEGV while megatron-core reports that the disk"),
@@ -97,8 +105,9 @@ FULL_DISK_ENDS_PYTHON = ByDesign(
 REFUSED_RESUMES = (PACKS_WAIT, STREAMS_OF_WORKERS, WORKERS_OF_RANKS, NOT_SAVED)
 """Their texts are words of a refusal to go on."""
 BY_DESIGN = (
-    *REFUSED_RESUMES, MTP_IS_COPIED, NEAR_EQUAL_EXPERTS, FULL_DISK_ENDS_PYTHON,
-    PACKS_OF_RANKS, PARTS_OF_WORKERS, ROUTER_LOSSES, GLOBAL_ROUTER_LOSS, TOWER_WITHOUT_IMAGES,
+    *REFUSED_RESUMES, MTP_IS_COPIED, NEAR_EQUAL_EXPERTS, FULL_DISK_ENDS_PYTHON, NEW_OPTIMIZER_STATE,
+    PACKS_OF_RANKS, PARTS_OF_TARS, PARTS_OF_WORKERS, ROUTER_LOSSES, GLOBAL_ROUTER_LOSS,
+    TOWER_WITHOUT_IMAGES,
 )  # fmt: skip
 
 _RANDOM = ("--hidden-dropout", "--attention-dropout", "--lora-dropout", "--moe-input-jitter-eps")
@@ -145,7 +154,7 @@ def each_record_once(case: Case, outcome: Outcome, bench: Bench) -> str | None:
         came += outcome.names(step)
         if unknown := came.keys() - usable:
             return f"step {step} trained on {', '.join(sorted(unknown))}, which cannot be used"
-        if epochs or case.has("--packing"):
+        if epochs or case.has("--packing") or case.form == "tars":
             continue
         left = usable - _left_out(outcome, usable)
         for some in _drawn_together(case, left):
@@ -221,12 +230,14 @@ def never_stopped(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     stop = case.stop
     if stop is None or not outcome.finished or stop.flags or _is_random(case, stop.layout):
         return None
+    if _has_new_moments(case):
+        return None
     reference = replace(case, stop=None)
     whole = bench.run(reference)
     if not whole.finished:
         return f"only without a stop it ends so: {end_of(whole)}"
     same = stop.layout in (None, case.layout)
-    if not same and _packs_differ(case, case.layout, stop.layout or ""):
+    if not same and _order_differs(case, case.layout, stop.layout or ""):
         return None
     limits = limits_again(case) if same else limits_of(case)
     return compare(outcome, reference, bench, limits, "the run without a stop")
@@ -247,25 +258,32 @@ def single_rank(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     """All layouts compute the same."""
     if Layout.parse(case.layout).world_size == 1 or not outcome.finished:
         return None
-    if _is_random(case, "single") or _packs_differ(case, case.layout, "single"):
+    if _is_random(case, "single") or _order_differs(case, case.layout, "single"):
         return None
-    if _router_differs(case):
+    if _router_differs(case) or _has_new_moments(case):
         return None
     reference = replace(case, layout="single", stop=None)
     alone = bench.run(reference)
     if not alone.finished:
         return None if alone.refusal else f"only on one rank it ends so: {end_of(alone)}"
-    if case.stop and case.stop.layout and _packs_differ(case, case.layout, case.stop.layout):
+    if case.stop and case.stop.layout and _order_differs(case, case.layout, case.stop.layout):
         return None
     return compare(outcome, reference, bench, limits_of(case), "one rank")
 
 
-def _packs_differ(case: Case, one: str, other: str) -> bool:
-    """Return whether two layouts pack other samples together, by design."""
+def _order_differs(case: Case, one: str, other: str) -> bool:
+    """Return whether two layouts draw other samples in a step, or pack others, by design."""
+    a, b = Layout.parse(one), Layout.parse(other)
+    if case.form == "tars":
+        return a.dp != b.dp
     if not case.has("--packing"):  # rows are padded to a multiple, but hold the same samples
         return False
-    a, b = Layout.parse(one), Layout.parse(other)
     return a.dp != b.dp or a.cp != b.cp
+
+
+def _has_new_moments(case: Case) -> bool:
+    """Return whether the optimizer's state is another one after a stop, by design."""
+    return case.stop is not None and case.has("--no-load-optim")
 
 
 def _router_differs(case: Case) -> bool:
@@ -303,7 +321,7 @@ _KNOWN = {
 
 def plain_loop(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     """A loop of transformers and AdamW over the same records gives the same loss and norm."""
-    if not outcome.finished or not outcome.log:
+    if not outcome.finished or not outcome.log or _has_new_moments(case):
         return None
     if (recipe := _recipe(case, outcome, bench)) is None:
         return None

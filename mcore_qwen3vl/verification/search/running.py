@@ -40,18 +40,14 @@ from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.events import RunObserver
 from mcore_qwen3vl.training.logs.terminal import loss_name
 from mcore_qwen3vl.verification.curves import import_for_ranks, run_rank
-from mcore_qwen3vl.verification.search import plain
+from mcore_qwen3vl.verification.search import data_files, plain
 from mcore_qwen3vl.verification.search.case import (
     ADAPTER,
     OTHER,
     Case,
     Segment,
-    data_files,
     path_of,
-    picture,
-    pictures,
     segments,
-    write_parquet,
 )
 from mcore_qwen3vl.verification.search.fp8 import write_fp8
 
@@ -245,12 +241,12 @@ class Bench:
         folder = self.folder / "runs" / f"{self.runs:06d}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        for name in pictures(case):
-            (folder / name).write_bytes(picture(name))
-        for name, text in data_files(case).items():
+        for name in data_files.pictures(case.records):
+            (folder / name).write_bytes(data_files.picture(name))
+        for name, text in data_files.texts(case.form, case.records, case.media).items():
             (folder / name).write_text(text, "utf-8")
-        if case.form == "parquet":
-            write_parquet(str(folder / "train.jsonl"), str(folder / "train.parquet"))
+        if writer := data_files.WRITERS.get(case.form):
+            writer(str(folder / "train.jsonl"), str(folder / case.data))
         media = folder if case.media is None else Path(case.media)
         outcome = Outcome([], folder, self._model_of(case), media)
         if case.start == "fp8":
@@ -290,7 +286,7 @@ class Bench:
         temporary, log = notes / "temporary", notes.parent / "log.jsonl"
         temporary.mkdir()
         before = _lines_of(log)
-        ran = Ran(0, filled=segment.full_after is not None)
+        ran = Ran(0)
         others = {process.pid for process in psutil.Process().children(recursive=True)}
         with _own_temporary_folder(temporary):
             try:
@@ -312,6 +308,8 @@ class Bench:
         ran.printed = printed.read_text("utf-8", errors="replace") if printed.exists() else ""
         entries = _lines_of(log)[len(before) :]
         ran.log = [entry for entry in entries if loss_name(entry)]
+        # It is full from the end of a step on: what was refused before has met no full disk.
+        ran.filled = segment.full_after is not None and bool(ran.log)
         ran.validations = [entry for entry in entries if not loss_name(entry)]
         ran.samples = _samples(notes)
         return ran

@@ -50,6 +50,8 @@ def check(flags: dict[str, str], *, spec: str = "torch", cpu: bool = True, **giv
         ({"seed": 0}, "--seed is 0; it is from 1 to 4294901760"),
         ({"seed": 2**32}, "--seed is 4294967296; it is from 1 to 4294901760"),
         ({"exit_signal": signal.SIGKILL}, "--exit-signal SIGKILL: no process can catch it"),
+        ({"dist_ckpt_strictness": "return_all"}, "returns besides the weights: use log_all"),
+        ({"use_te_activation_func": True}, "--use-te-activation-func needs Transformer Engine"),
         ({"rerun_mode": "report_stats"}, "--rerun-mode report_stats: Megatron does not know"),
         ({"non_persistent_save_interval": 3}, "add --non-persistent-ckpt-type global"),
         ({"save_wgrads_interval": 1}, "--save-wgrads-interval is set without --save: add --save"),
