@@ -16,8 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mcore_qwen3vl.data.encoding.balanced import Size
 from mcore_qwen3vl.data.inspection import DataReport, Finding, Fold
+from mcore_qwen3vl.data.sizes import Size
 from mcore_qwen3vl.verification.figures import write_figures
 
 COUNTS = (1_000, 10_000, 100_000)

@@ -188,6 +188,27 @@ def _module(name: str, modules: Mapping[str, str]) -> str | None:
     return parent if parent in modules else None
 
 
+def borrowed(source: str) -> set[str]:
+    """Return the names that a module imports from others, without those of its ``__all__``."""
+    tree = ast.parse(source)
+    imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+    names = {alias.asname or alias.name for node in imports for alias in node.names}
+    lists = (node for node in tree.body if isinstance(node, ast.Assign))
+    offered = (node.value for node in lists if ast.unparse(node.targets[0]) == "__all__")
+    return names.difference(*map(ast.literal_eval, offered))
+
+
+def taken_on_the_way(modules: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
+    """Return the imports of a name from one of `modules` that itself has borrowed it."""
+    names = {module: borrowed(source) for module, source in modules.items()}
+    return [
+        f"{module}:{line} imports {name}"
+        for module, source in [*modules.items(), *others.items()]
+        for line, name in imported(module, source)
+        if name not in modules and name.rpartition(".")[2] in names[name.rpartition(".")[0]]
+    ]
+
+
 @pytest.fixture(scope="module")
 def modules() -> dict[str, str]:
     return {name: file.read_text(encoding="utf-8") for name, file in sources().items()}
@@ -241,6 +262,15 @@ def test_no_module_imports_the_functions_of_the_package_itself(modules: dict[str
     """They are for other programs: here a name is imported from its home."""
     pairs = ((m, name) for m, source in modules.items() for _, name in imported(m, source))
     assert [pair for pair in pairs if pair[1] in mcore_qwen3vl.__all__] == []
+
+
+def test_a_name_is_imported_from_its_home(modules: dict[str, str]) -> None:
+    """Or from a module that offers it by ``__all__``, but from none that merely imports it."""
+    beside = (file for name in ("tests", "benchmarks") for file in (ROOT / name).rglob("*.py"))
+    others = {str(f.relative_to(ROOT)): f.read_text(encoding="utf-8") for f in beside}
+    assert taken_on_the_way(modules, others) == []
+    line = "from mcore_qwen3vl.data.encoding.balanced import Size, pack_samples"
+    assert taken_on_the_way(modules, {"it": line}) == ["it:1 imports data.encoding.balanced.Size"]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from mcore_qwen3vl.data.encoding.batch import Batch, TaskInputs
+from mcore_qwen3vl.data.encoding.batch import Batch
+from mcore_qwen3vl.data.task_inputs import TaskInputs
 from mcore_qwen3vl.forward import RunBatch
 from mcore_qwen3vl.model.lora_modules import without_factors
 

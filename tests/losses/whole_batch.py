@@ -16,7 +16,8 @@ from transformers import Qwen3_5ForSequenceClassification
 from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.scoring.score import ScoreRequest, ScoreTask, Tally, score
+from mcore_qwen3vl.scoring.records import Tally
+from mcore_qwen3vl.scoring.score import ScoreRequest, ScoreTask, score
 from mcore_qwen3vl.verification.curves import Job, sample_order, train, with_image_paths
 from mcore_qwen3vl.verification.parity.case import ADAPTERS, write_random_adapter
 from mcore_qwen3vl.verification.parity.reference import trained_parameters

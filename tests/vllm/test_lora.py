@@ -11,17 +11,11 @@ pytest.importorskip("vllm", reason="make test-vllm makes an environment that has
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.adapters.adapter import read_adapter
-from mcore_qwen3vl.converters.adapters.config import AdapterConfig
+from mcore_qwen3vl.converters.adapters.config import ATTENTION, MLP, AdapterConfig
 from mcore_qwen3vl.converters.adapters.merge import merge
 from mcore_qwen3vl.converters.adapters.vllm import vllm_notes
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.verification.parity.case import (
-    ADAPTERS,
-    ATTENTION,
-    MLP,
-    VISION,
-    write_random_adapter,
-)
+from mcore_qwen3vl.verification.parity.case import ADAPTERS, VISION, write_random_adapter
 from tests.vllm.conftest import InVllm, Models, Prompts
 from tests.vllm.ours import TOLERANCE, answered_tokens, answers_of, differences, scored
 

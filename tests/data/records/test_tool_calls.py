@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mcore_qwen3vl.data.records.media import MediaFolder
 from mcore_qwen3vl.data.records.messages import Conversation, records_of_turns
 from mcore_qwen3vl.data.records.parse import parse_record
 from mcore_qwen3vl.data.records.reading import BadSample, Reading
-from tests.data.encoding.test_rendering_left_out import A, MediaFolder, Path, Q, rendered, talk
+from tests.data.encoding.test_rendering_left_out import A, Q, rendered, talk
 from tests.data.records.format_examples import CALL, TEMPLATE, WEATHER
 from tests.data.records.published_templates import INSTRUCT, THINKING
 
