@@ -182,6 +182,10 @@ class LoopSettings:
     mtp_num_layers: int | None = None
     mtp_loss_scaling_factor: float = 0.1
 
+    def leaves_out(self, step: int) -> bool:
+        """Return whether ``--iterations-to-skip`` names this step, counted from 1."""
+        return step in self.iterations_to_skip
+
     @property
     def training_data(self) -> tuple[str, ...]:
         """What ``--train-data-path`` or ``--data-path`` says."""

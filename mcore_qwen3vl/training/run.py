@@ -417,7 +417,7 @@ class Run:
     def _step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Train a step, or leave it out."""
         iteration = self.args.curr_iteration + 1
-        if iteration in self.settings.loop.iterations_to_skip:
+        if self.settings.loop.leaves_out(iteration):
             result = self._leave_out(original, *args, **kwargs)
         else:
             result = original(*args, **kwargs)

@@ -67,15 +67,12 @@ class StepReport:
         """Return whether the numbers of a step are written."""
         return step % self._settings.logs.log_interval == 0 or self._is_last_step(step)
 
-    def _is_left_out(self, step: int) -> bool:
-        return step in self._settings.loop.iterations_to_skip
-
     def _is_last_step(self, step: int) -> bool:
         """Return whether this run trains no further step, as far as that is known before."""
         if self._rehearsed:  # its numbers stand for all other steps, which are seldom logged
             return False
         last, interval = self._args.train_iters, self._settings.loop.exit_interval
-        while self._is_left_out(last):
+        while self._settings.loop.leaves_out(last):
             last -= 1
         return step == last or bool(interval and step % interval == 0)
 
@@ -96,7 +93,7 @@ class StepReport:
         self._steps += 1
         if is_last_rank():  # Megatron's own log is the last rank's too
             self._progress.step(iteration, self._args.train_iters)
-        if self._is_left_out(iteration):
+        if self._settings.loop.leaves_out(iteration):
             self._progress.say(f"step {iteration}: left out (--iterations-to-skip)")
             return original(*args, **kwargs)
         self._check_step(arguments)
