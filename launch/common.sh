@@ -31,7 +31,7 @@ GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}
 MASTER_PORT=${MASTER_PORT:-29500}
 # Seconds for a step and a checkpoint after SIGTERM. torchrun's 30 s would kill a rank while it saves.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
-# torchrun forwards these to its ranks; by default not the last three, which --exit-signal may name.
+# torchrun forwards these to its ranks, by default not the last three; train adds that of --exit-signal.
 export PET_SIGNALS_TO_HANDLE=${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU}
 
 COMMON=(
@@ -219,6 +219,11 @@ train() {
             --node-rank "${NODE_RANK:-NODE_RANK}" --master-addr "${MASTER_ADDR:-MASTER_ADDR}"
             --master-port "$MASTER_PORT"
         )
+    fi
+    local exit_signal
+    exit_signal=$(value_of --exit-signal SIGTERM "${flags[@]}")
+    if [[ ,$PET_SIGNALS_TO_HANDLE, != *,"$exit_signal",* && $exit_signal == SIG* ]]; then
+        PET_SIGNALS_TO_HANDLE+=,$exit_signal
     fi
     flags=("${COMMON[@]}" "${flags[@]}")
     drop_overridden

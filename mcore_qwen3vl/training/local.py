@@ -24,7 +24,9 @@ SHUTDOWN_SECONDS = 600
 FORWARDED_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU"
 """What torchrun forwards to its ranks: its own default, and what schedulers send at a time limit.
 
-Any other signal ends torchrun, and the ranks with it, whatever --exit-signal says.
+It forwards the signal of ``--exit-signal`` too; any other ends torchrun, and the ranks with it.
+``launch/common.sh`` has the same list. torchrun reads ``PET_SIGNALS_TO_HANDLE`` in every supported
+version.
 """
 
 
@@ -93,7 +95,7 @@ def _run_torchrun(command: CommandLine, ranks: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
-    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", FORWARDED_SIGNALS)
+    os.environ["PET_SIGNALS_TO_HANDLE"] = forwarded_signals(command.words)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     arguments = ["--standalone", "--nproc-per-node", str(ranks)]
     program = ["-m", "mcore_qwen3vl.training", *command.words]
@@ -109,6 +111,18 @@ def _run_torchrun(command: CommandLine, ranks: int) -> int:
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     return 0
+
+
+def forwarded_signals(words: Sequence[str]) -> str:
+    """Return the names of the signals that torchrun is to forward, separated by commas.
+
+    They are those of ``PET_SIGNALS_TO_HANDLE`` in the environment, by default
+    :data:`FORWARDED_SIGNALS`, with the signal that ``--exit-signal`` names in `words`.
+    """
+    names = os.environ.get("PET_SIGNALS_TO_HANDLE", FORWARDED_SIGNALS).split(",")
+    flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    flags.add_argument("--exit-signal", default=signal.SIGTERM.name)
+    return ",".join(dict.fromkeys([*names, flags.parse_known_args(words)[0].exit_signal]))
 
 
 def describe_failure(failures: Mapping[int, Any]) -> str:

@@ -86,7 +86,7 @@ COMMANDS = {
     ("name", "number"),
     [
         ("script", signal.SIGTERM),
-        ("script", signal.SIGUSR1),
+        ("script", signal.SIGALRM),
         ("command", signal.SIGTERM),
         ("command", signal.SIGINT),
     ],
