@@ -180,29 +180,6 @@ def test_a_gradient_that_is_no_number_is_an_error(
     assert next(kernels.compare_delta_net(torch.device("cpu")))[1] == math.inf
 
 
-def test_losses_of_two_runs_are_compared(gpu_check: Any, tmp_path: Path) -> None:
-    def log(name: str, losses: list[float]) -> Path:
-        lines = [json.dumps({"lm loss": loss}) for loss in losses]
-        (tmp_path / name).write_text("\n".join(lines) + "\n")
-        return tmp_path / name
-
-    right = [6 - i / 10 for i in range(gpu_check.ITERATIONS)]
-    torch_spec = log("torch", right)
-    assert gpu_check.compare_losses(torch_spec, None, "") == {
-        "first loss": 6.0, "last loss": pytest.approx(4.1),
-    }  # fmt: skip
-    close = log("te", [1.01 * loss for loss in right])
-    found = gpu_check.compare_losses(close, torch_spec, "")
-    assert found["worst difference"] == pytest.approx(0.01)
-    assert found["from"] == "torch"
-    for wrong in ([*right[:-1], 5.0], right[:-1], [*right[:-1], math.nan]):
-        with pytest.raises(gpu_check.Mismatch):
-            gpu_check.compare_losses(log("wrong", wrong), torch_spec, "")
-    for other in (log("short", right[:-1]), tmp_path / "absent", log("nan", [math.nan] * 20)):
-        with pytest.raises(gpu_check.Mismatch):
-            gpu_check.compare_losses(close, other, "")
-
-
 @pytest.mark.slow
 def test_the_loss_that_is_compared_falls(gpu_check: Any, models: Path) -> None:
     """On the CPU; a wrong gradient then shows in the losses."""
@@ -396,24 +373,6 @@ def test_a_kill_leaves_what_ended(tmp_path: Path, ending: str) -> None:
     assert "| good | ok |" in text
 
 
-def test_a_profile_without_kernels_is_a_failure(gpu_check: Any) -> None:
-    """Where the profiler may not see the GPU, it would be called idle."""
-    gap = {"at ms": 0.0, "ms": 7.0, "phase": "log", "host": "aten::item", "host ms": 1.0}
-    found = {
-        "ms without profile": 800.0, "busy without profile": 0.75, "ms": 900.0, "busy ms": 600.0,
-        "launches": 5447.0, "groups": {"products": {"ms": 410.0, "launches": 900.0}},
-        "idle ms by phase": {"log": 300.0}, "longest gaps": [gap],
-        "allocator": {"num_alloc_retries": 3},
-    }  # fmt: skip
-    assert gpu_check.read_profile("step 1\n" + json.dumps(found)) == {
-        "ms": 800, "busy": 0.75, "busy ms": 600, "profiled ms": 900, "launches": 5447,
-        "kernels, ms": "products 410.0 in 900", "idle ms": "log 300.0",
-        "longest gap": "7.0 ms in log: aten::item", "num_alloc_retries": 3,
-    }  # fmt: skip
-    with pytest.raises(gpu_check.Mismatch, match="no kernel"):
-        gpu_check.read_profile(json.dumps({**found, "launches": 0.0, "groups": {}}))
-
-
 def test_rates_are_the_constants_of_the_model_of_time(
     gpu_check: Any,
     tmp_path: Path,
@@ -486,18 +445,6 @@ def test_the_kind_of_gpu_is_the_machines(
     assert gpu_check.Machine(1, 9, memory_gib, name).kind == kind
 
 
-def test_both_specs_must_generate_the_same_tokens(gpu_check: Any, tmp_path: Path) -> None:
-    first, second = tmp_path / "torch.json", tmp_path / "te.json"
-
-    def printed(*tokens: int) -> str:
-        return "a line of NCCL\n" + json.dumps({"answers": [{"token_ids": tokens}]})
-
-    gpu_check.compare_tokens(first, first, printed(1, 2))
-    gpu_check.compare_tokens(second, first, printed(1, 2))
-    with pytest.raises(gpu_check.Mismatch, match=r"not those of torch\.json"):
-        gpu_check.compare_tokens(second, first, printed(1, 3))
-
-
 def test_ep_has_the_losses_of_the_same_spec_without_it(gpu_check: Any, tmp_path: Path) -> None:
     """But only on as many GPUs, since each data-parallel rank has batches of its own.
 
@@ -556,13 +503,6 @@ def test_a_part_ends_with_the_program(tmp_path: Path, ending: str, code: int) ->
     left = run_and_end([*command, "--out", tmp_path / "out"], tmp_path, ending, processes=4)
     assert left.exit_code == code, left.printed
     assert not left.anything
-
-
-def test_json_is_found_among_lines_of_libraries(gpu_check: Any) -> None:
-    report = json.dumps({"findings": [{"ok": True}], "verdict": "equal"}, indent=1)
-    printed = f"host:1:1 [0] NCCL INFO {{comm}} Init\n{report}\nhost:1:1 [0] NCCL INFO Done {{}}\n"
-    found = gpu_check.read_verify_report(printed)
-    assert found == {"compared": 1, "failed": 0, "verdict": "equal"}
 
 
 @pytest.fixture(scope="module")
