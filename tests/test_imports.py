@@ -29,16 +29,16 @@ ORDER = (
     "part",
     "lazy",
     "hf_kernels",
+    "memory_labels",
     "files",
     "certificate_file",
     "functions",
-    "config",
-    "labels",
-    "memory_labels",
-    "layout",
-    "megatron_config",
     "console",
     "machine",
+    "config",
+    "labels",
+    "layout",
+    "megatron_config",
     "launch.catalogue",
     "published_configs",
     "tiny",
@@ -244,6 +244,30 @@ def test_a_package_is_one_layer() -> None:
     """No other stands between two of its parts, but where a small part serves lower layers."""
     layers = [top for top, _ in groupby(entry.partition(".")[0] for entry in ORDER)]
     assert {top for top in layers if layers.count(top) > 1} == {"launch", "unused"}
+
+
+def picture() -> tuple[list[list[str]], list[str]]:
+    """Return the layers that docs/design.md draws, lowest first, and the parts of converters."""
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    drawing = re.search(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert drawing is not None
+    names = [line[:52].split() for line in drawing[1].splitlines()]
+    parts = re.search(r"checkpoints, downwards: (.*?)\n \S", drawing[1], re.DOTALL)
+    assert parts is not None
+    return [layer for layer in names if layer][::-1], re.findall(r"\w+", parts[1])[::-1]
+
+
+def test_the_picture_of_the_design_page_has_this_order() -> None:
+    (alone, *layers), converters = picture()
+    height = {name: at for at, layer in enumerate(layers) for name in layer}
+    drawn = [entry for entry in ORDER if entry != ALONE]
+    names = [entry if entry in height else entry.partition(".")[0] for entry in drawn]
+    assert alone == [ALONE]
+    assert set(names) == height.keys()
+    heights = [height[name] for name in names]
+    wrong = [a for a, h, above in zip(drawn, heights, heights[1:], strict=False) if h > above]
+    assert wrong == []
+    assert [e.partition(".")[2] for e in ORDER if e.startswith("converters.")] == converters
 
 
 def test_the_simulated_gpu_imports_nothing_else_of_ours(modules: dict[str, str]) -> None:
