@@ -228,9 +228,9 @@ def _trained_parts(case: Case) -> tuple[str, ...]:
 def never_stopped(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     """A stopped and resumed run is the unstopped run."""
     stop = case.stop
-    if stop is None or not outcome.finished or stop.flags or _is_random(case, stop.layout):
+    if stop is None or not outcome.finished or _is_random(case, stop.layout):
         return None
-    if _has_new_moments(case):
+    if stop.flags or _goes_on_otherwise(case):
         return None
     reference = replace(case, stop=None)
     whole = bench.run(reference)
@@ -260,9 +260,12 @@ def single_rank(case: Case, outcome: Outcome, bench: Bench) -> str | None:
         return None
     if _is_random(case, "single") or _order_differs(case, case.layout, "single"):
         return None
-    if _router_differs(case) or _has_new_moments(case):
+    if _router_differs(case):
         return None
-    reference = replace(case, layout="single", stop=None)
+    stop = case.stop if _goes_on_otherwise(case) else None
+    if stop is not None:
+        stop = replace(stop, how="saved", layout=None)
+    reference = replace(case, layout="single", stop=stop)
     alone = bench.run(reference)
     if not alone.finished:
         return None if alone.refusal else f"only on one rank it ends so: {end_of(alone)}"
@@ -281,9 +284,15 @@ def _order_differs(case: Case, one: str, other: str) -> bool:
     return a.dp != b.dp or a.cp != b.cp
 
 
-def _has_new_moments(case: Case) -> bool:
-    """Return whether the optimizer's state is another one after a stop, by design."""
-    return case.stop is not None and case.has("--no-load-optim")
+def _goes_on_otherwise(case: Case) -> bool:
+    """Return whether a stop changes what is computed after it, by design.
+
+    It does so if the run goes on with other flags, or without its optimizer's state.
+    """
+    if case.stop is None:
+        return False
+    changes = any(not computes_the_same(name) for name, *_ in case.stop.flags)
+    return changes or case.has("--no-load-optim")
 
 
 def _router_differs(case: Case) -> bool:
@@ -321,7 +330,7 @@ _KNOWN = {
 
 def plain_loop(case: Case, outcome: Outcome, bench: Bench) -> str | None:
     """A loop of transformers and AdamW over the same records gives the same loss and norm."""
-    if not outcome.finished or not outcome.log or _has_new_moments(case):
+    if not outcome.finished or not outcome.log or _goes_on_otherwise(case):
         return None
     if (recipe := _recipe(case, outcome, bench)) is None:
         return None

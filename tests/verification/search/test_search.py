@@ -312,6 +312,17 @@ def test_a_run_that_is_refused_before_its_disk_is_full_does_not_go_on(bench: Ben
     assert outcome.refusal.startswith("--exit-on-missing-checkpoint")
 
 
+@pytest.mark.slow
+def test_a_run_that_goes_on_with_other_flags_is_compared_with_a_single_rank(bench: Bench) -> None:
+    lines = records.lines(Random(3), (records.text_only,), 4, False)
+    stop = Stop("killed", 1, flags=(("--clip-grad", "0.01"),))
+    outcome, verdict = oracles.judge(Case((), lines, layout="tp2", steps=3, stop=stop), bench)
+    assert verdict is None, verdict
+    assert outcome.finished, outcome.refusal
+    assert "single_rank" in outcome.judged_by
+    assert not {"plain_loop", "never_stopped"} & {*outcome.judged_by}
+
+
 def test_records_without_media_are_of_each_kind_that_can_be() -> None:
     made = records.without_media((*records.CONVERSATIONS, *records.PAIRS, records.retrieval))
     lines = [line for seed in range(40) for line in records.lines(Random(seed), made, 6, False)]
