@@ -120,6 +120,8 @@ def test_files_targets_and_modules_exist(page):
     for path in re.findall(r"(?<![\w./-])(?:[\w-]+/)+[\w-]+\.(?:py|sh|toml|yml)\b", text):
         if not path.startswith((".github", "github/")):
             assert any((ROOT / folder / path).exists() for folder in SOURCES), path
+    for name in re.findall(r"`(test_\w+\.py)`", text):
+        assert list((ROOT / "tests").rglob(name)), name
     targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for target in re.findall(r"(?:^|`)make ([a-z0-9-]+)", text, re.MULTILINE):
         assert target in targets, target
