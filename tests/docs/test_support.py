@@ -60,3 +60,12 @@ def test_every_target_that_tests_something_else_shows_a_row():
     targets = set(re.findall(r"^(test-[a-z]+):.*##", text, re.MULTILINE)) - RUNNERS
     assert len(targets) > 8
     assert targets == set(re.findall(r"`make (test-[a-z]+)`", " ".join(map(" ".join, rows()))))
+
+
+def test_a_release_runs_what_is_kept():
+    steps = (ROOT / "CONTRIBUTING.md").read_text().partition("## How to release\n")[2]
+    targets = re.findall(
+        r"`make ([a-z-]+)`", " ".join(row[2] for row in rows() if row[1] == "kept")
+    )
+    assert len(targets) > 8
+    assert set(targets) <= set(re.findall(r"`make ([a-z-]+)`", " ".join(steps.split())))
