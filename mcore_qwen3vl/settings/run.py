@@ -273,6 +273,7 @@ class ComputeSettings:
     moe_z_loss_coeff: float | None = None
     padded_vocab_size: int | None = None
     flash_attention_version: int | None = None
+    deterministic_mode: bool = False
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     moe_input_jitter_eps: float | None = None

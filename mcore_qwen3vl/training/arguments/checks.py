@@ -56,6 +56,9 @@ from mcore_qwen3vl.training.folders import (
 )
 from mcore_qwen3vl.training.logs.trackers import check_tracker
 
+_LARGEST_HEADS = 256
+"""Values of the largest heads that FlashAttention takes."""
+
 
 def check(settings: Settings, architecture: Architecture) -> None:
     """Refuse, with BadInput, combinations of flags that Megatron's own validation lets through."""
@@ -121,6 +124,7 @@ def check(settings: Settings, architecture: Architecture) -> None:
             },
         )
     if compute.layer_spec == "torch":
+        _check_deterministic_attention(compute, architecture)
         _refuse_flags_with_value(
             "needs Transformer Engine and would do nothing with --spec torch: use --spec te, or "
             "leave it out.",
@@ -135,6 +139,21 @@ def check(settings: Settings, architecture: Architecture) -> None:
                 f"--optimizer {loop.optimizer} is for matrices, and --spec torch holds all experts "
                 "of a rank in one tensor, which would train with Adam: use --spec te, or adam."
             )
+
+
+def _check_deterministic_attention(compute: ComputeSettings, architecture: Architecture) -> None:
+    """Check that attention of ``--spec torch`` has deterministic gradients, if they are wanted."""
+    # With --spec te, Transformer Engine takes another kernel there by itself.
+    if (
+        compute.deterministic_mode
+        and compute.flash_attention_version == 3
+        and architecture.head_dim == _LARGEST_HEADS
+    ):
+        raise BadInput(
+            "--deterministic-mode with --flash-attention-version 3: FlashAttention 3 has no "
+            f"deterministic gradients of heads of {_LARGEST_HEADS} values, as this model has. "
+            "Leave --flash-attention-version out for FlashAttention 2."
+        )
 
 
 def _check_best(settings: Settings) -> None:

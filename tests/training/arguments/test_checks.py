@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.converters.convert import hf_to_mcore
 from mcore_qwen3vl.converters.identify import TRACKER
 from mcore_qwen3vl.errors import BadInput
@@ -175,6 +178,21 @@ def test_flags_that_fit_the_model_and_its_layout(dense: Path, moe: Path) -> None
     assert types.args.moe_aux_loss_coeff == [1, 2]
     flex = parsed(moe, *FLEX, *EP2, "--bf16", world_size=2)
     assert flex.args.moe_token_dispatcher_type == "flex"
+
+
+def test_no_deterministic_gradients_of_the_largest_heads(dense: Path) -> None:
+    """Of smaller heads FlashAttention 3 has some, and FlashAttention 2 of all."""
+    settings, architecture = parsed(dense).settings, Architecture.from_hf(dense)
+    large = replace(architecture, head_dim=256)
+
+    def check(architecture: Architecture, **flags: Any) -> None:
+        checks.check(replace(settings, compute=replace(settings.compute, **flags)), architecture)
+
+    with pytest.raises(BadInput, match="--deterministic-mode with --flash-attention-version 3: "):
+        check(large, deterministic_mode=True, flash_attention_version=3)
+    check(large, deterministic_mode=True)
+    check(large, flash_attention_version=3)
+    check(architecture, deterministic_mode=True, flash_attention_version=3)
 
 
 def test_mtp_is_trained_with_positions_of_three_axes(hybrid: Path) -> None:
