@@ -69,6 +69,6 @@ class Sidecar:
     ) -> None:
         """Write the sidecar of a rehearsal's made-up data, where only the sizes matter.
 
-        `records` are the sequences of each. By default nothing is written, and the loss is not
-        rehearsed without data.
+        `records` are the sequences of each. Without this method, a rehearsal needs data.
         """
+        raise NotImplementedError

@@ -402,7 +402,7 @@ def _config_file(model: Path) -> Path:
 
 
 def write_made_up_sidecar(sidecar: Sidecar, data: Path, model: Path, settings: Settings) -> None:
-    """Write what a loss reads beside made-up data."""
+    """Write what a loss reads beside made-up data; raise BadInput if it cannot be made up."""
     # Imported here, because they take seconds.
     from mcore_qwen3vl.data.config import DataConfig, Source
     from mcore_qwen3vl.data.datasets import CrudeSamples
@@ -418,4 +418,11 @@ def write_made_up_sidecar(sidecar: Sidecar, data: Path, model: Path, settings: S
     records = [
         list(preparation.plan_each(preparation.raw(sample), form).values()) for sample in samples
     ]
-    sidecar.make_up(data, records, processor.tokenizer, architecture.vocab_size)
+    try:
+        sidecar.make_up(data, records, processor.tokenizer, architecture.vocab_size)
+    except NotImplementedError:
+        raise BadInput(
+            f"{settings.loss.chosen_by} reads a file beside the data, and its class "
+            f"{type(sidecar).__name__} makes none up (make_up): give --data-path, with such a file "
+            "beside the data."
+        ) from None

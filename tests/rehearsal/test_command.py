@@ -12,10 +12,19 @@ from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.published_configs import PUBLISHED
-from mcore_qwen3vl.rehearsal.command import Command, prepare_command, read_command, roles_of
+from mcore_qwen3vl.rehearsal.command import (
+    Command,
+    prepare_command,
+    read_command,
+    roles_of,
+    write_made_up_sidecar,
+)
 from mcore_qwen3vl.rehearsal.rehearse import Rehearsal, RehearsedGpu, checked_architecture
 from mcore_qwen3vl.rehearsal.report import heading
 from mcore_qwen3vl.runtime.gpus import allowance_gib, find_gpu
+from mcore_qwen3vl.tiny.records import write_half_images
+from mcore_qwen3vl.training.arguments.command_line import CommandLine
+from tests.data.test_sidecar import NumberFile
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 BIG = Architecture.from_hf(PUBLISHED / "235b_a22b.json")
@@ -188,6 +197,15 @@ def test_virtual_stages_want_a_number_of_micro_batches_that_goes_round() -> None
     checked_architecture(Command((*turns, "5"), 4))
     with pytest.raises(BadInput, match="fewer than PP 4"):
         checked_architecture(Command((*turns, "3"), 4))
+
+
+def test_a_file_that_cannot_be_made_up_is_named(dense: Path, tmp_path: Path) -> None:
+    """Somebody else's loss may read one; without it the encoder's own error would come."""
+    data = write_half_images(tmp_path / "data", 3, tokens=200, image_side=4, token_pixels=8)
+    flags = ["--hf-model", str(dense), "--loss", "cross_entropy", "--seq-length", "512"]
+    said = "--loss cross_entropy reads a file beside the data, and its class NumberFile makes none"
+    with pytest.raises(BadInput, match=f"{said} up .*: give --data-path, with such a file beside"):
+        write_made_up_sidecar(NumberFile(), data, dense, CommandLine(flags).settings)
 
 
 def test_the_heading_is_in_one_unit() -> None:
