@@ -139,7 +139,8 @@ def trace(
             :class:`TraceReference`, which keeps its results.
         mcore: Megatron-Core checkpoint to examine; None: the model is loaded from `hf`.
         micro: the input, as from :func:`from_prompt`; default:
-            the first micro-batch of the parity batch called `batch`.
+            the first micro-batch of the parity batch called `batch`. A language model alone gets
+            text in place of its images and videos, which the report says.
         gradients: also compare gradients of activations and of parameters.
         case: how the model runs, apart from `layout` and `gradients`.
         lora: PEFT adapter directory to add to both models, PEFT's and ours. With `gradients` only
@@ -161,8 +162,13 @@ def trace(
     case = replace(case, layout=layout or Layout(), gradients=gradients, config=overrides)
     examined_config = Architecture.from_hf(config)
     _check_same_shape(architecture, examined_config)
+    media: int | str | None = None
     if micro is None:
         micro = reference.micro_batch(batch, case.length_multiple)
+        if not architecture.has_vision:  # see `BatchRecipe`
+            media = f"none: text in place of those of batch {batch}, for a language model alone"
+    if media is None:
+        media = 0 if micro.visual is None else len(micro.visual.grid_thw)
     copies = case.layout.dp * (case.layout.pp if case.layout.vpp > 1 else 1)
     repeated = GlobalBatch(batch, (micro,) * copies)
     case.validate(architecture, (repeated,))
@@ -183,7 +189,7 @@ def trace(
         "spec": case.spec,
         "dtype": "float32, judged by Hugging Face in float64",
         "tokens": int(micro.input_ids.numel()),
-        "images and videos": 0 if micro.visual is None else len(micro.visual.grid_thw),
+        "images and videos": media,
     }
     result = Trace(f"{hf.name}: trace of {examined} at {case}", facts)
     points = [point.name for point in exact.points]

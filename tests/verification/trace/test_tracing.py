@@ -94,6 +94,16 @@ def test_hybrid_models(
     assert first.name == f"{net}.out_proj:input"
 
 
+def test_a_language_model_alone_is_said_to_get_text(tmp_path: Path) -> None:
+    """A batch of images would otherwise seem to have been compared."""
+    write_tiny_checkpoint(tmp_path / "model", family="qwen3.5", text_only=True)
+    result = trace(tmp_path / "model", batch="image")
+    assert result.ok
+    assert result.environment["images and videos"].startswith(
+        "none: text in place of those of batch im"
+    )
+
+
 def test_a_scaled_rope_has_equal_tables(tmp_path: Path) -> None:
     reference = TraceReference(write_tiny_checkpoint(tmp_path / "hf", text=YARN))
     assert trace(reference, layout=Layout.parse("tp2+sp"), batch="mixed").ok
