@@ -152,7 +152,10 @@ def _check_backend(folder: Path) -> None:
         content = parse_json(file.read_bytes())
         backend, version = content.get("sharded_backend"), content.get("sharded_backend_version", 1)
     except FileNotFoundError:
-        raise _without_config_error(folder) from None
+        refuse_other_format(folder)
+        raise BadInput(
+            f"{folder} is not a Megatron-Core torch_dist checkpoint: it has no metadata.json."
+        ) from None
     except (OSError, ValueError, AttributeError) as error:
         raise BadInput(
             f"{file} cannot be read ({error!r:.200}). Copy the checkpoint again."
@@ -165,25 +168,23 @@ def _check_backend(folder: Path) -> None:
         )
 
 
-def _without_config_error(folder: Path) -> BadInput:
-    """Make the error of a folder without ``metadata.json``, by what its ``.metadata`` names.
+def refuse_other_format(folder: Path) -> None:
+    """Raise BadInput if a folder without ``metadata.json`` has another format of Megatron's.
 
-    Megatron's formats of torch's own distributed checkpointing have no such file, and begin the
-    names of weights with ``model.`` (``megatron.training.checkpointing``).
+    Its formats of torch's own distributed checkpointing have no such file, and begin the names of
+    weights in ``.metadata`` with ``model.`` (``megatron.training.checkpointing``).
     """
     names: Iterable[str] = ()
     with suppress(BadInput):
         names = read_metadata(folder).tensors
-    if not any(name.startswith("model.") for name in names):
-        return BadInput(
-            f"{folder} is not a Megatron-Core torch_dist checkpoint: it has no metadata.json."
+    if any(name.startswith("model.") for name in names):
+        raise BadInput(
+            f"{folder} has the format fsdp_dtensor, which Megatron-FSDP writes, or torch_dcp; only "
+            "torch_dist can be read. Of fsdp_dtensor, tools/checkpoint/checkpoint_inspector.py of "
+            f"a new Megatron-LM makes it: convert-fsdp-dtensor-to-torch-dist {folder} "
+            f"OUT/{folder.name}. Then name OUT/{folder.name}, or train with --load OUT "
+            "--ckpt-step N."
         )
-    return BadInput(
-        f"{folder} has the format fsdp_dtensor, which Megatron-FSDP writes, or torch_dcp; only "
-        "torch_dist can be read. Of fsdp_dtensor, tools/checkpoint/checkpoint_inspector.py of a "
-        f"new Megatron-LM makes it: convert-fsdp-dtensor-to-torch-dist {folder} "
-        f"OUT/{folder.name}. Then name OUT/{folder.name}."
-    )
 
 
 class DistcpFile(DirectFile):

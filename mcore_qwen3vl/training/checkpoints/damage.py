@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mcore_qwen3vl.converters.identify import CHECKPOINT_CONFIG, DEFAULT_FORMAT
 from mcore_qwen3vl.converters.megatron_checkpoint import FileRange
-from mcore_qwen3vl.converters.torch_dist import read_metadata
+from mcore_qwen3vl.converters.torch_dist import read_metadata, refuse_other_format
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import read_object
 
@@ -18,9 +18,14 @@ _ZIP = b"PK\x03\x04"  # every stored tensor starts with a zip's first bytes
 
 
 def find_damage(folder: Path) -> str | None:
-    """Return why a torch_dist checkpoint cannot be read, or None. Reads headers, not tensors."""
+    """Return why a torch_dist checkpoint cannot be read, or None. Reads headers, not tensors.
+
+    Raises:
+        BadInput: it is no damaged one, but has another format.
+    """
     marker = folder / CHECKPOINT_CONFIG
     if not marker.exists() or marker.stat().st_size == 0:
+        refuse_other_format(folder)
         return f"{marker} is missing or empty"
     try:
         backend = read_object(marker, marker.name, "").get("sharded_backend")
