@@ -278,6 +278,9 @@ def quiet_megatron() -> None:
 
     It is about Apex, deprecated names and the like. Other warnings of the program still show, and
     so do errors. A level that the program has set for their loggers stays.
+
+    A training run lets them speak: a rank's log holds all of it, and
+    :mod:`mcore_qwen3vl.training.logs.terminal` chooses which warnings the terminal shows.
     """
     warnings.filterwarnings("ignore", module=r"(megatron|torch)(\.|$)")
     for name in ("torch.utils.cpp_extension", "megatron"):
