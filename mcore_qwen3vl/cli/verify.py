@@ -426,6 +426,10 @@ def verify_search(
     ] = "",
     minutes: Annotated[float, typer.Option(help="How long to search.")] = 10.0,
     seed: Annotated[int, typer.Option(help="Which runs are drawn.")] = 0,
+    device: Annotated[
+        Literal["cpu", "cuda"],
+        typer.Option(help="What computes the runs; on cuda, ranks share the GPUs of one machine."),
+    ] = "cpu",
 ) -> "Report":
     """Look for disagreements in a configuration: short runs at random, judged by oracles.
 
@@ -437,4 +441,6 @@ def verify_search(
     from mcore_qwen3vl.verification.search.of_user import search_model
 
     words = shlex.split(flags)
-    return search_model(hf, layout, data=data, flags=words, minutes=minutes, seed=seed)
+    return search_model(
+        hf, layout, data=data, flags=words, minutes=minutes, seed=seed, device=device
+    )

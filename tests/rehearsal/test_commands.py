@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from mcore_qwen3vl.simulated_gpu import Workbench
+from mcore_qwen3vl.verification.search.case import Case
 
 HERE = "tests.rehearsal.programs"
 
@@ -23,6 +27,21 @@ def test_ranks_start_from_a_process_that_has_used_cuda(workbench: Workbench) -> 
 def test_generate(workbench: Workbench, moe: Path, under_torchrun: bool) -> None:
     lengths, _ = workbench.call(f"{HERE}:generate", moe, under_torchrun)
     assert lengths == [3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["single", "dp2"])
+def test_the_search_runs_and_judges_a_case_on_gpus(layout: str, tmp_path: Path) -> None:
+    """It trains to the end, and its samples are the template's: only floats mean nothing here."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]
+    record = json.dumps({"messages": turns})
+    case = Case(records=(record,) * 4, layout=layout, device="cuda")
+    file = tmp_path / "case.sh"
+    file.write_text(f"# case: {case.to_json()}\n", "utf-8")
+    simulated = [sys.executable, "-m", "mcore_qwen3vl.simulated_gpu", "-m"]
+    search = [*simulated, "mcore_qwen3vl.verification.search", "--case", str(file)]
+    ended = subprocess.run(search, capture_output=True, text=True)
+    assert "plain_loop: step 1: lm loss is " in ended.stdout, ended.stdout + ended.stderr
 
 
 @pytest.mark.slow

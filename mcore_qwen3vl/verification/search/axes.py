@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from importlib.util import find_spec
 from itertools import product
 from random import Random
 from typing import Any, get_args
@@ -204,6 +205,14 @@ def after(rng: Random, case: Case) -> Case:
     often = (("--eval-interval", "1"),) * (not case.has("--eval-interval") and rng.random() < 0.4)
     behind = rng.choice((None, *get_args(Behind)))
     return replace(case, flags=(*case.flags, *often), validates=True, behind=behind)
+
+
+def on_gpus(rng: Random, case: Case) -> Case:
+    """The case on GPUs, with Transformer Engine in every second one if it is installed."""
+    te = (("--spec", "te"),) * (find_spec("transformer_engine") is not None and rng.random() < 0.5)
+    if te and not case.has("--spec"):
+        case = replace(case, flags=(*case.flags, *te))
+    return replace(case, device="cuda")
 
 
 AXES: tuple[Axis, ...] = (

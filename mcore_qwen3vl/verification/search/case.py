@@ -40,6 +40,8 @@ Start = Literal[
 """Where the weights come from: the model as it is published, as transformers writes it once it has
 loaded it, in FP8, or its conversion to Megatron-Core, with this package's keys or another's."""
 
+Device = Literal["cpu", "cuda"]
+
 BASE: tuple[Flag, ...] = (
     ("--seq-length", "256"), ("--lr", "1e-3"), ("--lr-decay-style", "constant"),
     ("--num-workers", "0"), ("--log-interval", "1"), ("--micro-batch-size", "1"),
@@ -83,6 +85,7 @@ class Case:
         start: the form of the model with which the run begins.
         behind: with a validation, a command that reads the run's export.
         media: the folder in which the media of the records lie; None: beside them.
+        device: what computes the run; ranks share the GPUs of a machine with fewer.
     """
 
     model: tuple[str, ...] = ()
@@ -97,6 +100,7 @@ class Case:
     start: Start = "published"
     behind: Behind | None = None
     media: str | None = None
+    device: Device = "cpu"
 
     def has(self, flag: str) -> bool:
         """Return whether the case gives this flag."""
@@ -193,7 +197,13 @@ class Segment:
 
         The model of the same kind with `other` weights takes the place of :data:`OTHER`.
         """
-        words = ["--cpu", "--hf-model", model]
+        named = {name for name, *_ in self.flags}
+        words = ["--hf-model", model]
+        if case.device == "cpu":
+            words += ["--cpu"]
+        else:  # where runs have half precision and Transformer Engine unless they say otherwise
+            words += ["--fp32"] * (not named & {"--bf16", "--fp16"})
+            words += ["--spec", "torch"] * ("--spec" not in named)
         if case.starts_converted:
             words += ["--pretrained-checkpoint", f"{folder}/converted"]
         else:
@@ -203,7 +213,6 @@ class Segment:
         paths = {OTHER: other, ADAPTER: f"{folder}/adapter"}
         words += [paths.get(word, word) for flag in self.flags for word in flag]
         words += self.layout.flags(moe=case.is_moe)
-        named = {name for name, *_ in self.flags}
         if named & {"--save-interval", "--exit-interval"} or case.stop or case.validates:
             words += ["--save", f"{folder}/save"]
         if case.validates:

@@ -18,13 +18,14 @@ from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.converters.hf.companions import companion_files
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
+from mcore_qwen3vl.runtime.launch import check_gpus
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.tiny.tiny_checkpoint import FamilyName, tiny_config, write_random_weights
 from mcore_qwen3vl.verification import measurement
 from mcore_qwen3vl.verification.report import Report
 from mcore_qwen3vl.verification.search import axes, records
 from mcore_qwen3vl.verification.search.axes import Axis
-from mcore_qwen3vl.verification.search.case import Case, Flag
+from mcore_qwen3vl.verification.search.case import Case, Device, Flag
 from mcore_qwen3vl.verification.search.oracles import ORACLES
 from mcore_qwen3vl.verification.search.running import Bench
 from mcore_qwen3vl.verification.search.search import Search
@@ -80,6 +81,7 @@ def search_model(
     minutes: float = 10.0,
     seed: int = 0,
     cases: int | None = None,
+    device: Device = "cpu",
 ) -> Report:
     """Search for disagreements of a model's kind under a layout with some flags.
 
@@ -88,15 +90,19 @@ def search_model(
         data: a JSONL file; the search uses its first records. None: they are made up.
         flags: words of the command line of training, without paths.
         cases: end after so many cases, too.
+        device: what computes the runs; ranks share the GPUs of a machine with fewer.
 
     Raises:
-        BadInput: the flags, the data or the layout are unfit.
+        BadInput: the flags, the data or the layout are unfit, or there is no GPU.
     """
+    if device == "cuda":
+        check_gpus()
     chunks = layout.pp * layout.vpp
     with scratch_folder("mcore-qwen3vl-search-") as folder:
         small = write_small_copy(model, folder / "model", layers=max(4, chunks))
         layout.validate(Architecture.from_hf(small))
-        search = Search(Bench(folder), seed, _axes(small, layout, data, _flags(flags)))
+        drawn = _axes(small, layout, data, _flags(flags))
+        search = Search(Bench(folder), seed, (*drawn, axes.on_gpus) if device == "cuda" else drawn)
         search.run(time.monotonic() + 60 * minutes, cases)
         return _report(search, model, small, layout)  # a finding's report reads the small model
 

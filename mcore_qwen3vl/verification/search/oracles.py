@@ -323,7 +323,7 @@ _KNOWN = {
     "--lr-warmup-iters", "--log-interval", "--reference", "--beta", "--simpo-gamma", "--lora-init",
     "--teacher", "--desirable-weight", "--undesirable-weight", "--answers", "--moe-z-loss-coeff",
     "--moe-router-load-balancing-type", "--image-min-pixels", "--image-max-pixels",
-    "--image-max-tokens", "--eval-interval",
+    "--image-max-tokens", "--eval-interval", "--spec",
 }  # fmt: skip
 """Flags that the plain loop knows, or flags about the order of samples alone."""
 

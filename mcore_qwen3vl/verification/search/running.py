@@ -22,9 +22,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -45,6 +46,7 @@ from mcore_qwen3vl.verification.search.case import (
     ADAPTER,
     OTHER,
     Case,
+    Device,
     Segment,
     path_of,
     segments,
@@ -52,6 +54,7 @@ from mcore_qwen3vl.verification.search.case import (
 from mcore_qwen3vl.verification.search.fp8 import write_fp8
 
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
+_VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 _FULL_BYTES = 16 * 1024
 _ORPHANS_SECONDS = 6.0  # a data worker looks for its parent every five seconds
 
@@ -158,8 +161,10 @@ class Bench:
         self.runs = 0
         self._outcomes: dict[Case, Outcome] = {}
         self._models: dict[tuple[str, ...], Path] = {}
-        import_for_ranks()
+        self._gpus = os.environ.get(_VISIBLE_GPUS)
+        import_for_ranks()  # it hides the GPUs from this process
         self._adopt(True)
+        resource_tracker.ensure_running()  # ranks on GPUs start one, which stays
 
     def moved_to(self, folder: Path) -> Bench:
         """Make this the bench of a fork of its process, with a folder of its own."""
@@ -261,11 +266,21 @@ class Bench:
             (folder / "converted").symlink_to(converted)
         for segment in segments(case):
             words = segment.words(case, str(folder), str(outcome.named_model), other)
-            ran = self._run_segment(segment, words, folder / f"command{len(outcome.ran)}")
+            notes = folder / f"command{len(outcome.ran)}"
+            ran = self._run_segment(segment, words, notes, case.device)
             outcome.ran.append(ran)
             if ran.crash or (ran.refusal and not ran.filled):
                 break
         return outcome
+
+    @contextmanager
+    def _visible_gpus(self) -> Iterator[None]:
+        """Have the processes that start inside the block see the GPUs."""
+        with mock.patch.dict(os.environ):
+            os.environ.pop(_VISIBLE_GPUS, None)
+            if self._gpus is not None:
+                os.environ[_VISIBLE_GPUS] = self._gpus
+            yield
 
     def _model_of(self, case: Case) -> Path:
         """Return the Hugging Face model of a case, in its form; in place of FP8 its values."""
@@ -279,7 +294,9 @@ class Bench:
             run_layout(save_again, 1, published, path, timeout=self.timeout)
         return path
 
-    def _run_segment(self, segment: Segment, words: Sequence[str], notes: Path) -> Ran:
+    def _run_segment(
+        self, segment: Segment, words: Sequence[str], notes: Path, device: Device
+    ) -> Ran:
         """Run one command, and read what it wrote."""
         self.runs += 1
         notes.mkdir()
@@ -292,11 +309,15 @@ class Bench:
             try:
                 size = segment.layout.world_size
                 command = CommandLine(words)  # as `mcore-qwen3vl train` does before it starts ranks
-                check_early(command)
+                if device == "cpu":  # this process is prepared for the CPU, and GPUs' ranks check
+                    check_early(command)
                 command.layout(size)
-                codes = run_layout(_rank, size, list(words), notes, segment, timeout=self.timeout)
+                ranks = (_rank, size, list(words), notes, segment)
+                with self._visible_gpus() if device == "cuda" else nullcontext():
+                    codes = run_layout(*ranks, timeout=self.timeout, device=device)
                 ran.exit_code, modules = codes[0]
-                _import(modules)
+                if device == "cpu":
+                    _import(modules)
             except (BadInput, CheckFailed) as error:
                 ran.exit_code, ran.refusal = error.exit_code, str(error)
             except RanksFailed as error:

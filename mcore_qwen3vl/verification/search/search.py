@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 from mcore_qwen3vl.console import quiet_libraries
 from mcore_qwen3vl.errors import BadInput, CheckFailed, Unfinished
+from mcore_qwen3vl.runtime.launch import check_gpus
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
-from mcore_qwen3vl.verification.search.axes import AXES, Axis, draw
-from mcore_qwen3vl.verification.search.case import Case, paste
+from mcore_qwen3vl.verification.search.axes import AXES, Axis, draw, on_gpus
+from mcore_qwen3vl.verification.search.case import Case, Device, paste
 from mcore_qwen3vl.verification.search.oracles import ORACLES, Oracle, Verdict, judge
 from mcore_qwen3vl.verification.search.running import Bench
 from mcore_qwen3vl.verification.search.shrinking import shrink
@@ -141,6 +142,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="which cases to draw")
     parser.add_argument("--cases", type=int, help="end after so many cases")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument(
+        "--device",
+        choices=get_args(Device),
+        default="cpu",
+        help="what computes the runs; cuda has one worker, whose ranks share the GPUs",
+    )
     parser.add_argument("--findings", type=Path, help="folder for a file of each finding")
     parser.add_argument("--case", type=Path, help="judge the case of such a file alone")
     parser.add_argument(
@@ -152,6 +159,11 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Search as a command line says; return 0, or 1 if something is wrong."""
     given = make_parser().parse_args(argv)
+    if given.device == "cuda":
+        check_gpus()
+        given.workers = 1
+        if given.table:
+            raise BadInput("--table tries flags on the CPU: leave --device out.")
     quiet_libraries()
     with scratch_folder("mcore-qwen3vl-search-") as folder:
         if given.case:
@@ -162,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _try_flags(bench, folder, begun + 60 * given.minutes, given.table, given.workers)
         counts, judged, findings = _run_workers(
             bench, folder, begun + 60 * given.minutes, given.seed, given.cases, given.workers,
-            given.findings,
+            given.findings, given.device,
         )  # fmt: skip
     seconds = time.monotonic() - begun
     cases = counts["ran"] + counts["refused"]
@@ -238,7 +250,7 @@ def _judge_again(file: Path, bench: Bench) -> int:
 
 def _run_workers(
     bench: Bench, folder: Path, until: float, seed: int, most: int | None, workers: int,
-    kept: Path | None,
+    kept: Path | None, device: Device,
 ) -> tuple[Counter[str], Counter[str], int]:  # fmt: skip
     """Search in forks of this process, which share the cases.
 
@@ -246,7 +258,9 @@ def _run_workers(
     """
 
     def work(worker: int, put: Callable[[Any], None]) -> None:
-        search = Search(bench.moved_to(folder / str(worker)), seed, first=worker, every=workers)
+        bench.moved_to(folder / str(worker))
+        axes = AXES if device == "cpu" else (*AXES, on_gpus)
+        search = Search(bench, seed, axes, first=worker, every=workers)
         try:
             search.run(until, most, heard=put)
         finally:
