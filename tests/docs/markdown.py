@@ -45,11 +45,15 @@ def links(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors that ``page.md#...`` may name, as GitHub and mkdocs write headings."""
+    """Return the anchors that ``page.md#...`` may name: those that GitHub and mkdocs write alike.
+
+    mkdocs makes one hyphen of several, as after the ``--`` of a flag.
+    """
     headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
-    return {
+    found = {
         re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings
     }
+    return {anchor for anchor in found if "--" not in anchor}
 
 
 def commands(page: Path) -> list[list[str]]:
