@@ -33,6 +33,10 @@ from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.verification.figures import write_figures
 
 BATCH = 4  # micro-batches of a step
+EXPLAINED = """\
+A time is processor time of one process. `a pack` is the time of one pack of one rank. Ranks wait for the most
+expensive pack of a row: `mean` is the time of all rows over the time of perfect balance, and `worst` that of one row.
+"""
 
 
 def draw(mix: str, count: int, capacity: int) -> list[Size]:
@@ -78,7 +82,8 @@ def main() -> None:
         print(lines[-1], flush=True)
     if options.page:
         command = f"python benchmarks/balance.py --seq-length {options.seq_length}"
-        write_figures(options.page, "Balanced work", command, "\n".join(lines), model=options.model)
+        text = "\n".join([EXPLAINED, *lines])
+        write_figures(options.page, "Balanced work", command, text, model=options.model)
 
 
 def measure(model: Architecture, mix: str, ranks: int, buffer: int, capacity: int) -> str:

@@ -277,8 +277,8 @@ def single_rank(case: Case, outcome: Outcome, bench: Bench) -> str | None:
 def _order_differs(case: Case, one: str, other: str) -> bool:
     """Return whether two layouts draw other samples in a step, or pack others, by design."""
     a, b = Layout.parse(one), Layout.parse(other)
-    if case.form == "tars":
-        return a.dp != b.dp
+    if case.form == "tars" and a.dp != b.dp:
+        return True
     if not case.has("--packing"):  # rows are padded to a multiple, but hold the same samples
         return False
     return a.dp != b.dp or a.cp != b.cp
