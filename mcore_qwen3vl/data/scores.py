@@ -41,14 +41,14 @@ def file_digest(path: Path) -> str:
 
 
 def require_facts(
-    scores: Path, data: Path, how: str, temperature: float = 1.0, *, instead: str = ""
+    scores: Path, data: Path, command: str, temperature: float = 1.0, *, other_remedy: str = ""
 ) -> dict[str, Any]:
     """Return the settings that scores were made with.
 
     Args:
-        how: the command that makes them, for messages.
+        command: the one that makes them, for messages.
         temperature: the temperature that they should have.
-        instead: what else helps if the data set is no JSONL file.
+        other_remedy: what else helps if the data set is no JSONL file.
 
     Raises:
         BadInput: there are no scores beside the data, the settings cannot be read, or the data or
@@ -57,10 +57,10 @@ def require_facts(
     if data.suffix != ".jsonl":
         raise BadInput(
             f"{data} is not a JSONL file, and scores are only read beside JSONL files: use JSONL "
-            f"data{instead}."
+            f"data{other_remedy}."
         )
     if not scores.exists():
-        raise BadInput(f"{scores} does not exist. Let the model score {data} with `{how}`.")
+        raise BadInput(f"{scores} does not exist. Let the model score {data} with `{command}`.")
     file = facts_file_of(scores)
     try:
         facts: dict[str, Any] = parse_json(file.read_text(encoding="utf-8"))["settings"]
@@ -68,16 +68,17 @@ def require_facts(
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInput(
             f"{file}, which belongs to {scores}, cannot be read ({type(error).__name__}: {error}): "
-            f"make both again with `{how}`."
+            f"make both again with `{command}`."
         ) from error
     if made_at != temperature:
         raise BadInput(
             f"{scores} was made with temperature {made_at:g}, and {temperature:g} is needed: make "
-            f"it again with `{how}`."
+            f"it again with `{command}`."
         )
     if made_of != file_digest(data):
         raise BadInput(
-            f"{scores} was not made from the current content of {data}: make it again with `{how}`."
+            f"{scores} was not made from the current content of {data}: make it again with "
+            f"`{command}`."
         )
     return facts
 

@@ -73,8 +73,8 @@ class References(OpenSidecar):
                 than 1, or from records that are not pairs.
         """
         self._data, self._scores = data, scores_file_of(data)
-        how = f"mcore-qwen3vl score REFERENCE {data} --out {self._scores}"
-        require_facts(self._scores, data, how, instead=" or --reference adapter")
+        command = f"mcore-qwen3vl score REFERENCE {data} --out {self._scores}"
+        require_facts(self._scores, data, command, other_remedy=" or --reference adapter")
         log_probs: list[list[float]] = []
         digests: list[list[str]] = []
         self._errors: dict[int, str] = {}  # the reason, by the index of each record without scores

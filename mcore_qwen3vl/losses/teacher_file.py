@@ -166,9 +166,9 @@ class Teacher(OpenSidecar):
                 another temperature, or by a teacher with another vocabulary.
         """
         self._data, self._file = data, teacher_file_of(data)
-        how = f"mcore-qwen3vl score TEACHER {data} --top-k {TEACHER_TOP_K}"
-        how += f" --temperature {temperature:g}" if temperature != 1 else ""
-        facts = require_facts(self._file, data, how, temperature)
+        command = f"mcore-qwen3vl score TEACHER {data} --top-k {TEACHER_TOP_K}"
+        command += f" --temperature {temperature:g}" if temperature != 1 else ""
+        facts = require_facts(self._file, data, command, temperature)
         if facts.get("vocabulary") != vocabulary:
             raise BadInput(
                 f"{self._file} was made by {facts['checkpoint']['path']}, whose vocabulary is not "
@@ -183,7 +183,7 @@ class Teacher(OpenSidecar):
         except (OSError, pa.ArrowInvalid) as error:
             raise BadInput(
                 f"{self._file} cannot be read and may be cut off ({error}): make it again with "
-                f"`{how}`."
+                f"`{command}`."
             ) from error
 
     def look_up(self, number: int, plans: Sequence[Any]) -> Top:

@@ -31,7 +31,7 @@ def written(folder: Path, **changes: Any) -> Path:
 
 
 def facts(data: Path) -> dict[str, Any]:
-    return require_facts(scores_file_of(data), data, "score it", instead=" or another")
+    return require_facts(scores_file_of(data), data, "score it", other_remedy=" or another")
 
 
 def test_the_facts_of_the_data_are_returned(tmp_path: Path) -> None:
