@@ -64,9 +64,9 @@ def trace_on_rank(request: TraceRequest) -> Measurements:
     engine = Engine(
         request.config, request.case, uneven=False, mcore=request.mcore, adapter=request.adapter
     )
-    hooks = _ComparisonHooks(engine.chunks, request)
+    kept = _KeptTensors(engine.chunks, request)
     ends = engine.measure(request.recording.expected)
-    return merge([hooks.measure(), ends, _compare_weights(engine.chunks, request)])
+    return merge([kept.measure(), ends, _compare_weights(engine.chunks, request)])
 
 
 def _compare_weights(chunks: list[Qwen3VLModel], request: TraceRequest) -> Measurements:
@@ -89,32 +89,34 @@ def _compare_weights(chunks: list[Qwen3VLModel], request: TraceRequest) -> Measu
     return merge({(WEIGHTS, part.label): compare(part)} for part in parts)
 
 
-class _ComparisonHooks:
-    """Forward hooks on every tensor to compare, which keep the first micro-batch only."""
+class _KeptTensors:
+    """Every tensor to compare, of the first micro-batch, kept by forward hooks."""
 
     def __init__(self, chunks: list[Qwen3VLModel], request: TraceRequest) -> None:
         self.recording = request.recording
         points = request.recording.points
-        self.hooks = [(chunk, hook) for chunk in chunks for hook in hooks_of(chunk, points)]
+        self.traced = [
+            (chunk, traced) for chunk in chunks for traced in traced_tensors(chunk, points)
+        ]
         self.values: dict[int, Tensor] = {}
         self.gradients: dict[int, Tensor] = {}
         self.tokens = request.recording.expected.batch.tokens
-        for number, (_, hook) in enumerate(self.hooks):
-            hook.module.register_forward_hook(
-                self._make_keeping_hook(number, hook), with_kwargs=True
+        for number, (_, traced) in enumerate(self.traced):
+            traced.module.register_forward_hook(
+                self._make_keeping_hook(number, traced), with_kwargs=True
             )
 
     def measure(self) -> Measurements:
-        """Compare every hooked tensor with the recording."""
+        """Compare every kept tensor with the recording."""
         measured: list[Measurements] = []
         for kind, local, expected in (
             (ACTIVATIONS, self.values, self.recording.values),
             (ACTIVATION_GRADIENTS, self.gradients, self.recording.gradients),
         ):
             for number, value in local.items():
-                chunk, hook = self.hooks[number]
-                rows, mine, shared = self._matching_rows(chunk, hook, len(value))
-                for columns in (c for c in hook.columns if c.point in expected):
+                chunk, traced = self.traced[number]
+                rows, mine, shared = self._matching_rows(chunk, traced, len(value))
+                for columns in (c for c in traced.columns if c.point in expected):
                     name = columns.point
                     # If all ranks of a TP group have the same part, only the first answers.
                     main = shared or columns.split or mpu.get_tensor_model_parallel_rank() == 0
@@ -127,11 +129,11 @@ class _ComparisonHooks:
         return merge(measured)
 
     def _matching_rows(
-        self, chunk: Qwen3VLModel, hook: TracedTensor, count: int
+        self, chunk: Qwen3VLModel, traced: TracedTensor, count: int
     ) -> tuple[Tensor, Tensor, bool]:
         """Return rows of the recording, the matching local rows, and whether TP divides them."""
-        if hook.rows != "tokens":
-            return self._matching_visual_rows(chunk, hook.rows == "features", count)
+        if traced.rows != "tokens":
+            return self._matching_visual_rows(chunk, traced.rows == "features", count)
         micro = self.recording.micro
         batch, length = micro.input_ids.shape
         # Even under sequence parallelism some modules see all tokens, which were gathered before.
@@ -148,7 +150,7 @@ class _ComparisonHooks:
             if len(positions) * batch == count:
                 break
         else:
-            point = hook.columns[0].point
+            point = traced.columns[0].point
             raise AssertionError(f"{count} rows of {point} are not the rank's tokens")
         # Flat indices b * S + s, (s * B,), of sequence-major rows.
         rows = (positions[:, None] + torch.arange(batch) * length).flatten()
@@ -169,20 +171,20 @@ class _ComparisonHooks:
         # A rank without a frame of its own encodes a dummy, which has no counterpart.
         return rows, torch.arange(count if len(rows) else 0), group is not None
 
-    def _make_keeping_hook(self, number: int, hook: TracedTensor) -> Callable[..., None]:
-        """Return a forward hook that keeps the values of hook `number`, and their gradient."""
+    def _make_keeping_hook(self, number: int, traced: TracedTensor) -> Callable[..., None]:
+        """Return a forward hook that keeps the values of a traced tensor, and their gradient."""
 
         def keep_first(_: Any, args: Any, kwargs: Any, output: Any) -> None:
             if number in self.values:  # from the first micro-batch
                 return
-            tensor = hook.pick(input_of(args, kwargs) if hook.side == "input" else output)
+            tensor = traced.pick(input_of(args, kwargs) if traced.side == "input" else output)
             # A copy, because pipeline stages free what they have sent.
-            self.values[number] = hook.flatten_rows(tensor.detach()).cpu().clone()
-            if tensor.requires_grad and not hook.shared:
+            self.values[number] = traced.flatten_rows(tensor.detach()).cpu().clone()
+            if tensor.requires_grad and not traced.shared:
 
                 def keep_gradient(gradient: Tensor) -> None:
                     scale = self._gradient_scale(number) / self.tokens
-                    self.gradients[number] = hook.flatten_rows(gradient.detach()).cpu() * scale
+                    self.gradients[number] = traced.flatten_rows(gradient.detach()).cpu() * scale
 
                 tensor.register_hook(keep_gradient)
 
@@ -190,8 +192,8 @@ class _ComparisonHooks:
 
     def _gradient_scale(self, number: int) -> float:
         """Return the factor that corrects a gradient inside the vision tower."""
-        chunk, hook = self.hooks[number]
-        shared = hook.rows != "tokens" and chunk.visual.sharing_group is not None
+        chunk, traced = self.traced[number]
+        shared = traced.rows != "tokens" and chunk.visual.sharing_group is not None
         # If TP shares the tower's work without SP, gradients there are TP times too large. Megatron
         # averages the parameters' gradients over TP afterwards.
         return 1 / _tp_size() if shared and not chunk.config.sequence_parallel else 1.0
@@ -226,14 +228,14 @@ class TracedTensor:
         return self.spread(tensor).flatten(-self.wide).flatten(0, -2)
 
 
-def hooks_of(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[TracedTensor]:
+def traced_tensors(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[TracedTensor]:
     """Yield this chunk's tensors to compare at `points`; other points are on other pipeline stages.
 
     A norm that Transformer Engine fuses into the next linear layer has no output to compare.
     """
     if chunk.pre_process:
-        yield from _tower_hooks(chunk, points)
-        yield _token_hook(chunk.embedding, f"{TEXT}.embed_tokens")
+        yield from _traced_in_tower(chunk, points)
+        yield _traced_tokens(chunk.embedding, f"{TEXT}.embed_tokens")
     yield TracedTensor(
         chunk.rotary_pos_emb,
         "tokens",
@@ -242,28 +244,28 @@ def hooks_of(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[TracedTe
             cosine_and_sine((angles.cos(), angles.sin())) * chunk.rotary_pos_emb.attention_scaling
         ),
     )
-    yield from _linear_and_norm_hooks(chunk)
+    yield from _traced_linears_and_norms(chunk)
     for layer in chunk.decoder.layers:
         number = layer.layer_number - 1
         name = f"{TEXT}.layers.{number}"
         if number == 0:
-            yield _token_hook(layer, f"{TEXT}.inputs_embeds", side="input")
+            yield _traced_tokens(layer, f"{TEXT}.inputs_embeds", side="input")
         if not chunk.architecture.delta_net_layers[number]:
-            yield from _head_norm_hooks(chunk, layer.self_attention, f"{name}.self_attn")
+            yield from _traced_head_norms(chunk, layer.self_attention, f"{name}.self_attn")
         if chunk.architecture.moe_layers[number]:
-            yield _token_hook(layer.mlp.router, f"{name}.mlp.gate")
-            yield _token_hook(layer.mlp, experts_point(chunk.architecture, name))
-        yield _token_hook(layer, name)
+            yield _traced_tokens(layer.mlp.router, f"{name}.mlp.gate")
+            yield _traced_tokens(layer.mlp, experts_point(chunk.architecture, name))
+        yield _traced_tokens(layer, name)
     if chunk.post_process:
-        yield _head_hook(chunk)
+        yield _traced_logits(chunk)
 
 
-def _token_hook(module: nn.Module, point: str, side: str = "output") -> TracedTensor:
+def _traced_tokens(module: nn.Module, point: str, side: str = "output") -> TracedTensor:
     return TracedTensor(module, "tokens", (ColumnMap(point),), side)
 
 
-def _tower_hooks(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[TracedTensor]:
-    """Yield the hooks of the vision tower, which keeps its Hugging Face names."""
+def _traced_in_tower(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[TracedTensor]:
+    """Yield the tensors of the vision tower, which keeps its Hugging Face names."""
     for point in points:
         if not point.name.startswith(VISUAL):
             continue
@@ -274,8 +276,8 @@ def _tower_hooks(chunk: Qwen3VLModel, points: list[ProbePoint]) -> Iterator[Trac
         yield traced if isinstance(module, nn.LayerNorm) else replace(traced, pick=point.pick)
 
 
-def _linear_and_norm_hooks(chunk: Qwen3VLModel) -> Iterator[TracedTensor]:
-    """Yield the hooks of the decoder's linear layers and norms, found by their weights."""
+def _traced_linears_and_norms(chunk: Qwen3VLModel) -> Iterator[TracedTensor]:
+    """Yield the tensors of the decoder's linear layers and norms, found by their weights."""
     modules = dict(chunk.named_modules())
     outputs: dict[str, list[ColumnMap]] = defaultdict(list)
     used: dict[str, int] = defaultdict(int)  # columns of a module's output so far
@@ -302,8 +304,8 @@ def _linear_and_norm_hooks(chunk: Qwen3VLModel) -> Iterator[TracedTensor]:
         yield TracedTensor(modules[owner], "tokens", tuple(maps))
 
 
-def _head_norm_hooks(chunk: Qwen3VLModel, attention: Any, name: str) -> Iterator[TracedTensor]:
-    """Yield the hooks of the query and key norms, whose columns are this TP rank's heads."""
+def _traced_head_norms(chunk: Qwen3VLModel, attention: Any, name: str) -> Iterator[TracedTensor]:
+    """Yield the tensors of the query and key norms, whose columns are this TP rank's heads."""
     architecture, size, rank = chunk.architecture, _tp_size(), mpu.get_tensor_model_parallel_rank()
     attention.splits_in_one_kernel = False  # which would keep the norms' outputs to itself
     for module, point, heads in (
@@ -326,8 +328,8 @@ def _head_norm_hooks(chunk: Qwen3VLModel, attention: Any, name: str) -> Iterator
         )
 
 
-def _head_hook(chunk: Qwen3VLModel) -> TracedTensor:
-    """Return the head's hook, whose columns are this TP rank's vocabulary rows without padding."""
+def _traced_logits(chunk: Qwen3VLModel) -> TracedTensor:
+    """Return the logits, whose columns are this TP rank's vocabulary rows without padding."""
     size, rank = _tp_size(), mpu.get_tensor_model_parallel_rank()
     width = chunk.vocab_size // size
     stop = min((rank + 1) * width, chunk.architecture.vocab_size)

@@ -124,12 +124,12 @@ def test_every_probe_point_is_compared(injector: FaultInjector) -> None:
 def test_a_probe_point_that_nobody_saw_fails(
     injector: FaultInjector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = on_rank.hooks_of
+    original = on_rank.traced_tensors
 
     def without_head(chunk, points):
         return (t for t in original(chunk, points) if t.columns[0].point != "lm_head")
 
-    monkeypatch.setattr(on_rank, "hooks_of", without_head)
+    monkeypatch.setattr(on_rank, "traced_tensors", without_head)
     result = traced(injector)
     assert not result.ok
     assert [f.name for f in result.failures] == ["lm_head"]
