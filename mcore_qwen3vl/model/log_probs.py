@@ -168,7 +168,7 @@ class _TokenLogProbs(torch.autograd.Function):
         lowest = torch.finfo(torch.float32).min
         maximum = hidden.new_full((len(hidden),), lowest, dtype=torch.float32)
         sums = hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
-        room = _room(hidden.device) if differentiable and not mixtures else 0
+        room = _bytes_for_kept_logits(hidden.device) if differentiable and not mixtures else 0
         kept: dict[int, Tensor] = {}
         for rows in columns.chunks(len(hidden), _size_of_logit(hidden)):
             logits = columns.products(terms, rows)
@@ -250,7 +250,7 @@ def _of_states(
     return gradient.to(states.dtype)
 
 
-def _room(device: torch.device) -> int:
+def _bytes_for_kept_logits(device: torch.device) -> int:
     """Return how many bytes of logits may be kept for the backward pass.
 
     Results do not depend on it: a chunk that is computed again is the same.

@@ -362,7 +362,7 @@ class Run:
         """Tell those who count work how much of the model trains."""
         self.metrics.trained = self.data.trained = trained
 
-    def _build_second(self) -> None:
+    def _build_second_model(self) -> None:
         """Build the second model, if there is one."""
         from mcore_qwen3vl.training.model import model_provider
 
@@ -374,7 +374,7 @@ class Run:
         from mcore_qwen3vl.training import optimizer as ours
         from mcore_qwen3vl.training import optimizer_state
 
-        self._build_second()
+        self._build_second_model()
         bound = inspect.signature(original).bind(*args, **kwargs).arguments
         rates = ours.learning_rate_overrides(self.settings)
         bound["config_overrides"] = {**(bound.get("config_overrides") or {}), **rates}
@@ -461,7 +461,7 @@ class Run:
 
     def _evaluate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the losses of a validation, and report them."""
-        self._build_second()  # with --skip-train there is no optimizer
+        self._build_second_model()  # with --skip-train there is no optimizer
         config = inspect.signature(original).bind(*args, **kwargs).arguments["config"]
         # A schedule asks the config of the model that it runs; this may be the second model.
         second = [chunk.config for chunk in self.second.chunks] if self.second else []

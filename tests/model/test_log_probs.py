@@ -166,7 +166,9 @@ def test_logits_are_computed_again_only_where_they_must_be(
     monkeypatch.setattr(
         log_probs.Columns, "products", lambda *a: (computed.append(1), products(*a))[1]
     )
-    monkeypatch.setattr(log_probs, "_room", lambda _: room * tokens // 2 * VOCABULARY * 4)
+    monkeypatch.setattr(
+        log_probs, "_bytes_for_kept_logits", lambda _: room * tokens // 2 * VOCABULARY * 4
+    )
     hidden, weight = given.hidden.requires_grad_(), given.weight.requires_grad_(not frozen)
     columns = Columns(0, VOCABULARY, chunk=tokens // 2)
     found, entropies = token_log_probs(hidden, weight, given.targets, columns, entropy=entropy)
@@ -186,7 +188,9 @@ def test_nothing_is_kept_where_no_gradient_can_be_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[torch.device] = []
-    monkeypatch.setattr(log_probs, "_room", lambda device: (asked.append(device), 0)[1])
+    monkeypatch.setattr(
+        log_probs, "_bytes_for_kept_logits", lambda device: (asked.append(device), 0)[1]
+    )
     given = inputs()
     with torch.no_grad():
         token_log_probs(given.hidden, given.weight.requires_grad_(), given.targets, Columns(0, 37))

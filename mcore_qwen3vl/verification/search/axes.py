@@ -198,7 +198,7 @@ def _other_layout(rng: Random, case: Case) -> str:
     return rng.choice(by_size[rng.choice(sizes)] if by_size else fitting)
 
 
-def after(rng: Random, case: Case) -> Case:
+def end(rng: Random, case: Case) -> Case:
     """Validations, an export at the end, and a command that reads it."""
     if rng.random() < 0.7:
         return case
@@ -216,7 +216,7 @@ def on_gpus(rng: Random, case: Case) -> Case:
 
 
 AXES: tuple[Axis, ...] = (
-    model, loss, files, batches, length, trained, recipe, further_flags, layout, stop, after,
+    model, loss, files, batches, length, trained, recipe, further_flags, layout, stop, end,
 )  # fmt: skip
 """In the order in which they are drawn."""
 

@@ -138,7 +138,7 @@ def _axes(
             layout=str(layout), batch=rows * rng.choice((1, 2)), steps=rng.choice((1, 2, 3)),
         )  # fmt: skip
 
-    return (fixed, axes.stop, axes.after)
+    return (fixed, axes.stop, axes.end)
 
 
 def _records_of(data: Path) -> list[str]:

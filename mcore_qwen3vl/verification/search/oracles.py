@@ -156,13 +156,13 @@ def each_record_once(case: Case, outcome: Outcome, bench: Bench) -> str | None:
             return f"step {step} trained on {', '.join(sorted(unknown))}, which cannot be used"
         if epochs or case.has("--packing") or case.form == "tars":
             continue
-        left = usable - _left_out(outcome, usable)
+        left = usable - _too_long_for_a_row(outcome, usable)
         for some in _drawn_together(case, left):
             counts = [came[name] / sizes[name] for name in some]
             if counts and max(counts) - min(counts) > 1:
                 return f"after step {step} the records came so often: {dict(sorted(came.items()))}"
     if epochs:
-        left = usable - _left_out(outcome, usable)
+        left = usable - _too_long_for_a_row(outcome, usable)
         if wrong := {name: came[name] for name in left if came[name] != epochs * sizes[name]}:
             return f"in {epochs} epochs, records came so often: {dict(sorted(wrong.items()))}"
     return ""
@@ -188,7 +188,7 @@ def _sequences(case: Case) -> dict[str, int]:
     return found
 
 
-def _left_out(outcome: Outcome, usable: set[str]) -> set[str]:
+def _too_long_for_a_row(outcome: Outcome, usable: set[str]) -> set[str]:
     """Return the records that never came, if the run says that some are too long for a row."""
     if not any(entry.get("over-long samples") for entry in outcome.log.values()):
         return set()

@@ -72,7 +72,7 @@ def test_a_planted_fault_is_found_and_shrunk(bench: Bench, monkeypatch: pytest.M
                 chunk.scale_gradients(0.5)
 
     monkeypatch.setattr(ForwardStep, "normalise", off_by_a_rank)
-    search = Search(bench, 0, (dense, on_two_ranks, axes.after), (oracles.single_rank,))
+    search = Search(bench, 0, (dense, on_two_ranks, axes.end), (oracles.single_rank,))
     search.run(time.monotonic() + 240, most=8, stop_at_first=True)
     (found,) = search.findings
     assert found.verdict.oracle == "single_rank"
@@ -85,7 +85,7 @@ def test_a_planted_fault_is_found_and_shrunk(bench: Bench, monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_without_a_fault_nothing_is_found(bench: Bench) -> None:
-    search = Search(bench, 0, (axes.model, dense, on_two_ranks, axes.stop, axes.after))
+    search = Search(bench, 0, (axes.model, dense, on_two_ranks, axes.stop, axes.end))
     search.run(time.monotonic() + 400, most=6)
     assert [finding.report() for finding in search.findings] == []
     # A resume with another value of some flag may be refused.
