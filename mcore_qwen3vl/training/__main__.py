@@ -41,6 +41,8 @@ def entry() -> None:
         # Takes seconds, during which torchrun may be killed.
         from mcore_qwen3vl.training.run import main
 
+        # It returns 128 + N after signal N, and torchrun has forwarded that: the exit code is
+        # torchrun's to say. To torchrun, a rank that does not end with 0 has failed.
         main(command)
     except BadInput as error:
         if _is_first_to_report():
