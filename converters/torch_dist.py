@@ -52,7 +52,8 @@ from mcore_qwen3vl.converters.torch_pickle import (
     with_checksum,
 )
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import parse_json, refuse_special_files
+from mcore_qwen3vl.files import refuse_special_files
+from mcore_qwen3vl.json_and_yaml import parse_json
 
 ENDS = 2**16
 """Bytes at each end of an archive; the two ends hold everything but the tensor's data."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import parse_json
+from mcore_qwen3vl.json_and_yaml import parse_json
 
 FORMAT_OF_REPORT = 2
 FORMAT_OF_CERTIFICATE = 1

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import read_object
+from mcore_qwen3vl.json_and_yaml import read_object
 
 ExpertLayout = Literal["published", "v5"]
 """How fused experts lie on disk: ``published`` is gate_up [E, H, 2I] and down [E, I, H]

@@ -28,13 +28,14 @@ from mcore_qwen3vl.data.readers.tables import TableReader
 from mcore_qwen3vl.data.records.reading import record_limit
 from mcore_qwen3vl.data.scores import facts_file_of, file_digest, scores_file_of
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import only_writer, parse_json
 from mcore_qwen3vl.generation.prompts import process_conversations
+from mcore_qwen3vl.json_and_yaml import parse_json
 from mcore_qwen3vl.losses.reference_file import References
 from mcore_qwen3vl.scoring.records import Output
 from mcore_qwen3vl.training.arguments.checks import check_early
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.checkpoints.damage import find_damage
+from mcore_qwen3vl.writer_lock import only_writer
 from tests.command import exit_code
 
 DEEP = "[" * 100_000 + "]" * 100_000

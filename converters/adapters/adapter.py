@@ -53,7 +53,7 @@ from mcore_qwen3vl.converters.storage.disk import load_pages
 from mcore_qwen3vl.converters.storage.dtypes import DTYPES, all_finite, cast, dtype_name
 from mcore_qwen3vl.converters.storage.staging import staging, write_durably
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import parse_json
+from mcore_qwen3vl.json_and_yaml import parse_json
 from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.unused.fields import Unused
 

@@ -25,8 +25,8 @@ from mcore_qwen3vl.converters.identify import ADAPTER_CONFIG
 from mcore_qwen3vl.converters.mapping import forms
 from mcore_qwen3vl.converters.storage.boxes import Shape
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import read_object
 from mcore_qwen3vl.hf_kernels import without_gpu_kernels
+from mcore_qwen3vl.json_and_yaml import read_object
 from mcore_qwen3vl.labels import ONE_SCORE, Labels
 from mcore_qwen3vl.time_limit import time_limit
 from mcore_qwen3vl.unused.fields import Fields, Unused

@@ -25,7 +25,8 @@ from mcore_qwen3vl.converters.mapping.forms import (
 )
 from mcore_qwen3vl.converters.storage.staging import write_durably
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import parse_json, refuse_links_out, refuse_special_files
+from mcore_qwen3vl.files import refuse_links_out, refuse_special_files
+from mcore_qwen3vl.json_and_yaml import parse_json
 from mcore_qwen3vl.unused.fields import Unused
 
 if TYPE_CHECKING:

@@ -28,7 +28,8 @@ from mcore_qwen3vl.converters.storage.boxes import Selection, Shape, with_explic
 from mcore_qwen3vl.converters.storage.disk import load_pages, map_file
 from mcore_qwen3vl.converters.storage.dtypes import cast
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import parse_json, refuse_special_files, refuse_undecodable
+from mcore_qwen3vl.files import refuse_special_files, refuse_undecodable
+from mcore_qwen3vl.json_and_yaml import parse_json
 from mcore_qwen3vl.unused.fields import Unused
 
 NUMBERED = re.compile(r"^(.*-)\d+-of-(\d{1,9})\.safetensors$")

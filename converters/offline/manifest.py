@@ -29,7 +29,7 @@ from mcore_qwen3vl.converters.mapping.table import SourceTensor
 from mcore_qwen3vl.converters.storage.archive import as_bytes
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import parse_json
+from mcore_qwen3vl.json_and_yaml import parse_json
 
 FILE = "manifest.json"
 FORMAT = 1

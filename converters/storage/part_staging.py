@@ -37,7 +37,8 @@ from mcore_qwen3vl.converters.storage.staging import (
     write_durably,
 )
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import parse_json, refuse_links
+from mcore_qwen3vl.files import refuse_links
+from mcore_qwen3vl.json_and_yaml import parse_json
 from mcore_qwen3vl.part import Part
 
 _PARTS_LOCK = "parts.lock"

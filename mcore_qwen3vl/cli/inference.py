@@ -20,7 +20,8 @@ from mcore_qwen3vl.cli.data import (
 )
 from mcore_qwen3vl.data.records.reading import parse_template_kwargs
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import parse_json, refuse_special_files
+from mcore_qwen3vl.files import refuse_special_files
+from mcore_qwen3vl.json_and_yaml import parse_json
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.losses.reranker import ANSWERS
 from mcore_qwen3vl.unused.fields import Unused, as_json

@@ -18,8 +18,9 @@ from mcore_qwen3vl.data.records.reading import PLAIN, Reading, parse_template_kw
 from mcore_qwen3vl.data.sidecar import Sidecar
 from mcore_qwen3vl.data.task_inputs import TaskInputs
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import refuse_special_files, require_spelled_out
+from mcore_qwen3vl.files import refuse_special_files
 from mcore_qwen3vl.flags import flag_of
+from mcore_qwen3vl.json_and_yaml import require_spelled_out
 
 _PIL_DECODES = 178_956_970  # twice ``PIL.Image.MAX_IMAGE_PIXELS``
 

@@ -32,7 +32,8 @@ from mcore_qwen3vl.data.records.hooks import preprocess_record
 from mcore_qwen3vl.data.records.tasks import labels_in
 from mcore_qwen3vl.data.unread import unread_files
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import files_below, parse_json, require_spelled_out
+from mcore_qwen3vl.files import files_below
+from mcore_qwen3vl.json_and_yaml import parse_json, require_spelled_out
 from mcore_qwen3vl.labels import Labels
 from mcore_qwen3vl.unused.fields import Unused
 

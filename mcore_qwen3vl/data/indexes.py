@@ -37,7 +37,8 @@ from mcore_qwen3vl.data.config import require_data_set
 from mcore_qwen3vl.data.readers.json_arrays import is_json_indexed, write_index
 from mcore_qwen3vl.data.readers.tables import DICT_FILE, STATE_FILE, is_table
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import files_below, require_spelled_out, write_at_once
+from mcore_qwen3vl.files import files_below, write_at_once
+from mcore_qwen3vl.json_and_yaml import require_spelled_out
 
 _PATIENCE = 3600.0  # seconds that other ranks wait for the indexing rank
 _CRUDE = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"

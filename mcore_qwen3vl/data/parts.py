@@ -21,9 +21,10 @@ from mcore_qwen3vl.data.config import DataConfig, Source
 from mcore_qwen3vl.data.content import content_of, content_of_file, digest, digest_of_hook
 from mcore_qwen3vl.data.processor import settings_of
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import atomic_write, only_writer
+from mcore_qwen3vl.files import atomic_write
 from mcore_qwen3vl.flags import flag_of
 from mcore_qwen3vl.part import Part
+from mcore_qwen3vl.writer_lock import only_writer
 
 _NAMED = 5  # parts that are missing and named; the others are counted
 _FLAGS = (

@@ -23,7 +23,7 @@ from mcore_qwen3vl.converters.hf.config_file import dumps
 from mcore_qwen3vl.converters.identify import PathKind, identify, resolve
 from mcore_qwen3vl.data.config import MediaLimits
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import read_object_or_empty
+from mcore_qwen3vl.json_and_yaml import read_object_or_empty
 from mcore_qwen3vl.time_limit import time_limit
 from mcore_qwen3vl.unused.fields import Fields, Unused
 

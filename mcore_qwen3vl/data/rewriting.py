@@ -14,7 +14,8 @@ from mcore_qwen3vl.data.places import sample_id
 from mcore_qwen3vl.data.records.messages import records_of_turns
 from mcore_qwen3vl.data.records.reading import BadSample
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import atomic_write, parse_json
+from mcore_qwen3vl.files import atomic_write
+from mcore_qwen3vl.json_and_yaml import parse_json
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import xxhash
 
 from mcore_qwen3vl.data.indexes import ensure_index, line_of
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import parse_json
+from mcore_qwen3vl.json_and_yaml import parse_json
 
 
 def scores_file_of(data: Path, ending: str = "scores.jsonl") -> Path:

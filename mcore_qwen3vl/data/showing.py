@@ -21,7 +21,8 @@ from mcore_qwen3vl.data.indexes import ensure_index, record_of
 from mcore_qwen3vl.data.places import sample_id
 from mcore_qwen3vl.data.records.reading import PLAIN, Reading, reason_of
 from mcore_qwen3vl.errors import BadInput, CheckFailed
-from mcore_qwen3vl.files import atomic_write, templates
+from mcore_qwen3vl.files import atomic_write
+from mcore_qwen3vl.html_pages import templates
 from mcore_qwen3vl.unused.fields import Unused
 
 PICTURES = 16

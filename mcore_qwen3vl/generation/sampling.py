@@ -21,7 +21,7 @@ from mcore_qwen3vl.converters.hf.config_file import dumps
 from mcore_qwen3vl.converters.identify import identify
 from mcore_qwen3vl.data.processor import load_processor
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import read_object
+from mcore_qwen3vl.json_and_yaml import read_object
 
 
 def load_generation_config(path: str | Path) -> GenerationConfig:

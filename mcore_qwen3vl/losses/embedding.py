@@ -39,8 +39,8 @@ from mcore_qwen3vl.data.record_form import RecordForm
 from mcore_qwen3vl.data.records.reading import BadSample, Reading
 from mcore_qwen3vl.data.task_inputs import TaskInputs
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import read_object
 from mcore_qwen3vl.flags import Flag
+from mcore_qwen3vl.json_and_yaml import read_object
 from mcore_qwen3vl.labels import NO_LABELS, Labels
 from mcore_qwen3vl.lazy import Lazy
 from mcore_qwen3vl.losses.loss import refuse_noise, require

@@ -26,7 +26,7 @@ from mcore_qwen3vl.data.scores import (
 )
 from mcore_qwen3vl.data.sidecar import OpenSidecar, Sidecar
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import parse_json
+from mcore_qwen3vl.json_and_yaml import parse_json
 from mcore_qwen3vl.losses.answers import UNCUT_ANSWER
 
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture
-from mcore_qwen3vl.files import atomic_write, templates
+from mcore_qwen3vl.files import atomic_write
+from mcore_qwen3vl.html_pages import templates
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.rehearsal.rehearse import Rehearsal, RoleOutcome
 from mcore_qwen3vl.rehearsal.search import NODE, Fit

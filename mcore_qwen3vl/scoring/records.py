@@ -34,7 +34,8 @@ from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason
 from mcore_qwen3vl.data.records.tasks import POSITIVE
 from mcore_qwen3vl.data.scores import facts_file_of, token_digest
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import parse_json, refuse_links, write_at_once
+from mcore_qwen3vl.files import refuse_links, write_at_once
+from mcore_qwen3vl.json_and_yaml import parse_json
 from mcore_qwen3vl.losses.registry import detected_form
 from mcore_qwen3vl.losses.teacher_file import write_teacher
 from mcore_qwen3vl.model.inputs import PixelScale

@@ -20,7 +20,6 @@ from mcore_qwen3vl.data.processor import load_processor, vocabulary_fingerprint
 from mcore_qwen3vl.data.records.reading import Reading
 from mcore_qwen3vl.data.scores import facts_file_of, file_digest, scores_file_of
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import only_writer
 from mcore_qwen3vl.inference import CheckedModel, ModelRequest, on_all_ranks
 from mcore_qwen3vl.labels import SINGLE, Labels
 from mcore_qwen3vl.losses.embedding import require_last_token_pooling
@@ -31,6 +30,7 @@ from mcore_qwen3vl.machine import require_extra
 from mcore_qwen3vl.model.inputs import length_multiple
 from mcore_qwen3vl.scoring.records import OVERLONG, BlockResults, Output, Records, Tally
 from mcore_qwen3vl.unused.fields import Unused
+from mcore_qwen3vl.writer_lock import only_writer
 
 if TYPE_CHECKING:
     from mcore_qwen3vl.scoring.on_rank import Readout

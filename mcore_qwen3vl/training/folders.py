@@ -19,9 +19,10 @@ from mcore_qwen3vl.converters.identify import (
     read_tracker,
 )
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import only_writer, write_at_once
+from mcore_qwen3vl.files import write_at_once
 from mcore_qwen3vl.settings.run import CheckpointSettings
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
+from mcore_qwen3vl.writer_lock import only_writer
 
 LOGS = "logs"
 _OWNER = ".run"

@@ -27,7 +27,8 @@ from mcore_qwen3vl.converters.identify import ADAPTER_CONFIG, LORA_FOLDER, PathK
 from mcore_qwen3vl.converters.live import hf_parts, initialize_factors, load_factors
 from mcore_qwen3vl.converters.storage.dtypes import dtype_name
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import read_object_or_empty, write_at_once
+from mcore_qwen3vl.files import write_at_once
+from mcore_qwen3vl.json_and_yaml import read_object_or_empty
 from mcore_qwen3vl.model.freeze import Freezing
 from mcore_qwen3vl.model.lora import (
     attach,

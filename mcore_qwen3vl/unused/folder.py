@@ -21,7 +21,7 @@ from mcore_qwen3vl.converters.hf.hf_checkpoint import unread_files
 from mcore_qwen3vl.converters.hf.quantized import unused_of_quantization
 from mcore_qwen3vl.converters.identify import PathKind, identify
 from mcore_qwen3vl.data.processor import unused_of_processor
-from mcore_qwen3vl.files import read_object_or_empty
+from mcore_qwen3vl.json_and_yaml import read_object_or_empty
 from mcore_qwen3vl.unused.fields import Fields, Unused
 
 _METADATA = (

@@ -36,7 +36,8 @@ from mcore_qwen3vl import __version__
 from mcore_qwen3vl.certificate_file import FORMAT_OF_REPORT
 from mcore_qwen3vl.console import command_line, plain, table, visible
 from mcore_qwen3vl.errors import CheckFailed
-from mcore_qwen3vl.files import atomic_write, templates
+from mcore_qwen3vl.files import atomic_write
+from mcore_qwen3vl.html_pages import templates
 from mcore_qwen3vl.machine import version_of
 from mcore_qwen3vl.verification.measurement import Finding
 

@@ -29,7 +29,7 @@ from mcore_qwen3vl.scoring.score import ScoreRequest, score
 from mcore_qwen3vl.verification.parity.case import ADAPTERS, write_random_adapter
 from tests.command import exit_code
 from tests.generation.cases import clip, frames, picture
-from tests.test_files import held_elsewhere
+from tests.test_writer_lock import held_elsewhere
 from tests.turns import slow
 
 TOLERANCE = 2e-5

@@ -27,7 +27,7 @@ from mcore_qwen3vl.data.records.reading import (
     parse_template_kwargs,
     record_limit,
 )
-from mcore_qwen3vl.files import parse_json
+from mcore_qwen3vl.json_and_yaml import parse_json
 
 
 @edataclass

@@ -18,7 +18,8 @@ from typing import Any
 
 from mcore_qwen3vl.data.readers.crude import crude_sample
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import files_below, parse_json
+from mcore_qwen3vl.files import files_below
+from mcore_qwen3vl.json_and_yaml import parse_json
 from mcore_qwen3vl.machine import require_extra
 
 _BATCH, _BATCH_BYTES = 32, 64 << 20  # most rows and bytes decoded at a time, but at least one row

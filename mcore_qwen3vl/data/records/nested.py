@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_qwen3vl.data.records.reading import BadSample
-from mcore_qwen3vl.files import parse_json
+from mcore_qwen3vl.json_and_yaml import parse_json
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import parse_json
 from mcore_qwen3vl.functions import at_folder
+from mcore_qwen3vl.json_and_yaml import parse_json
 from mcore_qwen3vl.time_limit import time_limit
 from mcore_qwen3vl.unused.fields import Fields, Unused
 

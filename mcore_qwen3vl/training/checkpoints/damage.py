@@ -12,7 +12,7 @@ from mcore_qwen3vl.converters.identify import CHECKPOINT_CONFIG, DEFAULT_FORMAT
 from mcore_qwen3vl.converters.megatron_checkpoint import FileRange
 from mcore_qwen3vl.converters.torch_dist import read_metadata, refuse_other_format
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import read_object
+from mcore_qwen3vl.json_and_yaml import read_object
 
 _ZIP = b"PK\x03\x04"  # every stored tensor starts with a zip's first bytes
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from megatron.training import get_args
 
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import read_object_or_empty, write_at_once
+from mcore_qwen3vl.files import write_at_once
+from mcore_qwen3vl.json_and_yaml import read_object_or_empty
 from mcore_qwen3vl.settings.run import RunSettings
 from mcore_qwen3vl.training.checkpoints.removal import remove_checkpoint
 from mcore_qwen3vl.training.logs.terminal import loss_name

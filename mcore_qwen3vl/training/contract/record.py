@@ -14,7 +14,8 @@ from typing import Any
 
 from mcore_qwen3vl.converters.identify import PathKind, identify
 from mcore_qwen3vl.errors import BadInput
-from mcore_qwen3vl.files import atomic_write, parse_json, refuse_special_files
+from mcore_qwen3vl.files import atomic_write, refuse_special_files
+from mcore_qwen3vl.json_and_yaml import parse_json
 from mcore_qwen3vl.model_card import name_of_model
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.checkpoints import data_state
