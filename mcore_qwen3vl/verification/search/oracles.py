@@ -37,6 +37,7 @@ from mcore_qwen3vl.verification.search.comparing import (
     image_budget,
     is_half,
     last_line,
+    least_of,
     limits_again,
     limits_of,
 )
@@ -365,7 +366,7 @@ def _unlike_plain(
             ("loss", loss, "loss"), ("grad norm", "grad norm", "grad norm"),
             ("learning rate", "learning rate", "rate"),
         ):  # fmt: skip
-            if not agree(mine[name], other[key], limits[kind]):
+            if not agree(mine[name], other[key], limits[kind], least_of(name)):
                 return f"step {step}: {name} is {mine[name]}, and {other[key]} in the plain loop"
     return ""
 
