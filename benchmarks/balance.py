@@ -34,10 +34,9 @@ from mcore_qwen3vl.verification.figures import write_figures
 
 BATCH = 4  # micro-batches of a step
 EXPLAINED = """\
-A time is processor time of one process. `a pack` is the time of one pack of one rank. Ranks \
-wait for the most
-expensive pack of a row: `mean` is the time of all rows over the time of perfect balance, and \
-`worst` that of one row.
+A time is processor time of one process. `a pack` is the time of one pack of one rank. Ranks wait
+for the most expensive pack of a row: `mean` is the time of all rows over the time of perfect
+balance, and `worst` that of one row.
 """
 
 

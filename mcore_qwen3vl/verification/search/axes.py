@@ -209,9 +209,9 @@ def end(rng: Random, case: Case) -> Case:
 
 def on_gpus(rng: Random, case: Case) -> Case:
     """The case on GPUs, with Transformer Engine in every second one if it is installed."""
-    te = (("--spec", "te"),) * (find_spec("transformer_engine") is not None and rng.random() < 0.5)
-    if te and not case.has("--spec"):
-        case = replace(case, flags=(*case.flags, *te))
+    installed = find_spec("transformer_engine") is not None
+    if installed and not case.has("--spec") and rng.random() < 0.5:
+        case = replace(case, flags=(*case.flags, ("--spec", "te")))
     return replace(case, device="cuda")
 
 

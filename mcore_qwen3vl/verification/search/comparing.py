@@ -156,15 +156,15 @@ def validations(outcome: Outcome) -> dict[int, dict[str, float]]:
 def least_of(name: str) -> float:
     """Return the size below which a logged number's difference counts as if it had that size.
 
-    Rewards, and the losses of pairs, are made of differences of log-probabilities. Each
+    Rewards, and preference losses, are made of differences of log-probabilities. Each
     log-probability is rounded by a part of itself, whatever is left of it in the difference. A
     SimPO loss was found 2.5e-5 apart from the plain loop's where the first step had brought it
     from 7.5 to 0.2, and 2.4e-6 with an epsilon of Adam with which small gradients take small steps.
     """
-    return 1.0 if "rewards" in name or name.removeprefix("validation ") in _OF_PAIRS else 1e-3
+    return 1.0 if "rewards" in name or name.removeprefix("validation ") in _PREFERENCES else 1e-3
 
 
-_OF_PAIRS = ("dpo loss", "simpo loss", "orpo loss", "kto loss", "reward loss")
+_PREFERENCES = ("dpo loss", "simpo loss", "orpo loss", "kto loss", "reward loss")
 
 
 def agree(a: Any, b: Any, limit: float, least: float = 1e-3) -> bool:

@@ -18,7 +18,7 @@ from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.converters.hf.companions import companion_files
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
-from mcore_qwen3vl.runtime.launch import check_gpus
+from mcore_qwen3vl.runtime.launch import check_gpus, describe_device
 from mcore_qwen3vl.runtime.lifetime import scratch_folder
 from mcore_qwen3vl.tiny.tiny_checkpoint import FamilyName, tiny_config, write_random_weights
 from mcore_qwen3vl.verification import measurement
@@ -95,8 +95,10 @@ def search_model(
     Raises:
         BadInput: the flags, the data or the layout are unfit, or there is no GPU.
     """
+    gpus = ""
     if device == "cuda":
         check_gpus()
+        gpus = describe_device(device, layout.world_size)  # before a bench hides them
     chunks = layout.pp * layout.vpp
     with scratch_folder("mcore-qwen3vl-search-") as folder:
         small = write_small_copy(model, folder / "model", layers=max(4, chunks))
@@ -104,7 +106,9 @@ def search_model(
         drawn = _axes(small, layout, data, _flags(flags))
         search = Search(Bench(folder), seed, (*drawn, axes.on_gpus) if device == "cuda" else drawn)
         search.run(time.monotonic() + 60 * minutes, cases)
-        return _report(search, model, small, layout)  # a finding's report reads the small model
+        report = _report(search, model, small, layout)  # a finding's report reads the small model
+        report.environment |= {"device": gpus} if gpus else {}
+        return report
 
 
 def _flags(words: Sequence[str]) -> tuple[Flag, ...]:
