@@ -143,7 +143,7 @@ class _Admitting(pickle.Unpickler):
     """An unpickler of torch's own classes, but only of those that `_Unpickler` admits."""
 
     def find_class(self, module: str, name: str) -> Any:
-        _stand_in_of(module, name)  # raises Refused for what is not admitted
+        _stand_in_of(module, name)  # raises NotAllowed for what is not admitted
         return super().find_class(CALLED.get(module, module), name)
 
 
@@ -204,7 +204,7 @@ class _Unpickler(RestrictedUnpickler):
 
 
 def _stand_in_of(module: str, name: str) -> Any:
-    """Return the stand-in for a class or function; raise Refused if no sound file names it."""
+    """Return the stand-in for a class or function; raise NotAllowed if no sound file names it."""
     if (stand_in := STAND_INS.get((CALLED.get(module, module), name))) is not None:
         return stand_in
     if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):

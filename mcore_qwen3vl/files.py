@@ -15,6 +15,19 @@ LONGEST_NAME = 255
 """Most bytes in a file's name on the file systems of Linux."""
 
 
+def package_modules() -> dict[str, Path]:
+    """Return the file of every module of this package by its path, such as ``converters/cost.py``.
+
+    In a checkout ``converters`` and ``launch`` are links, and ``Path.rglob`` follows none.
+    """
+    root = Path(__file__).parent
+    found = {}
+    for folder, _, names in root.walk(follow_symlinks=True):
+        for file in (folder / name for name in names if name.endswith(".py")):
+            found[file.relative_to(root).as_posix()] = file
+    return dict(sorted(found.items()))
+
+
 def hidden_beside(target: Path, end: str) -> Path:
     """Return the path of a hidden file beside `target`, named for it and ending in `end`.
 

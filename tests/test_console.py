@@ -21,12 +21,11 @@ from mcore_qwen3vl import console
 from mcore_qwen3vl.cli import data, main
 from mcore_qwen3vl.console import byte_progress, plain, quiet_libraries, table, visible
 from mcore_qwen3vl.data.inspection import DataReport, Flaw
+from mcore_qwen3vl.files import package_modules
 from mcore_qwen3vl.training.logs.summary import show_summary
 from mcore_qwen3vl.verification import audit
 from mcore_qwen3vl.verification.measurement import Finding
 from mcore_qwen3vl.verification.report import Report, html, junit, render
-
-PACKAGE = Path(data.__file__).parents[1]
 
 
 def test_notes_of_libraries_are_not_shown_and_warnings_are(
@@ -247,7 +246,7 @@ def test_a_word_of_the_command_line_is_utf8_in_any_locale() -> None:
 def test_every_text_file_has_an_encoding() -> None:
     """Without one, Python would use the locale's, which may not be UTF-8."""
     lacking = []
-    for file in [*PACKAGE.rglob("*.py"), *(PACKAGE / "converters").rglob("*.py")]:
+    for file in package_modules().values():
         for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(call, ast.Call) and not _has_encoding(call):
                 lacking.append(f"{file}:{call.lineno}")

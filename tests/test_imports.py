@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import mcore_qwen3vl
+from mcore_qwen3vl.files import package_modules
 
 ROOT = Path(__file__).parents[1]
 
@@ -119,13 +120,10 @@ ALONE = "simulated_gpu"
 
 def sources() -> dict[str, Path]:
     """Return every module of the package, by its name without ``mcore_qwen3vl.``."""
-    found = {}
-    top = ROOT / "mcore_qwen3vl"
-    for folder, _, names in top.walk(follow_symlinks=True):
-        for file in (folder / name for name in names if name.endswith(".py")):
-            parts = file.relative_to(top).with_suffix("").parts
-            found[".".join(parts).removesuffix("__init__").rstrip(".")] = file
-    return found
+    return {
+        path.removesuffix(".py").replace("/", ".").removesuffix("__init__").rstrip("."): file
+        for path, file in package_modules().items()
+    }
 
 
 def package_of(module: str) -> str | None:

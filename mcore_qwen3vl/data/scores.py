@@ -34,6 +34,11 @@ def token_digest(input_ids: np.ndarray) -> str:
     return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(input_ids, dtype="<i8").tobytes())
 
 
+def trained_digest(loss_weights: np.ndarray) -> str:
+    """Hash which tokens of a sequence are trained, by the weights (T,) of predicting each."""
+    return token_digest(np.flatnonzero(loss_weights[1:] > 0))  # the first one is never predicted
+
+
 def file_digest(path: Path) -> str:
     """Hash a file's bytes."""
     with path.open("rb") as file:
@@ -84,10 +89,10 @@ def require_facts(
 
 
 def other_tokens_error(data: Path, index: int, scores: Path) -> BadInput:
-    """Make the error of a record whose tokens differ from the scored ones."""
+    """Make the error of a record whose tokens, or trained tokens, differ from the scored ones."""
     line = line_of(ensure_index(data), index)
     return BadInput(
-        f"{data}:{line} no longer has the tokens that it had when {scores} was made: the "
-        "processor, the chat template or the budgets of images and videos differ. Score the data "
-        "again with the settings of training."
+        f"{data}:{line} no longer has the tokens that it had when {scores} was made, or trains "
+        "others of them: the processor, the chat template, --train-on or the budgets of images and "
+        "videos differ. Score the data again with the settings of training."
     )

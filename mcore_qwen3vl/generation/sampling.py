@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,7 +105,8 @@ class Sampler:
         seed: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        if temperature is not None and temperature < 0:
+        # The comparison is false for NaN too.
+        if temperature is not None and not 0 <= temperature < math.inf:
             raise BadInput(f"temperature is {temperature}: use 0 for greedy decoding, or more.")
         if top_p is not None and not 0 < top_p <= 1:
             raise BadInput(f"top_p is {top_p}: use a probability above 0 and at most 1.")
@@ -120,7 +122,9 @@ class Sampler:
             if (penalty := config.repetition_penalty or 1.0) != 1.0:
                 self.processors.append(RepetitionPenaltyLogitsProcessor(penalty))
             if not self.greedy:
-                if (divisor := first_given(temperature, config.temperature, 1.0)) != 1.0:
+                # Hugging Face's class refuses an int, such as 2.
+                value = float(temperature) if temperature is not None else config.temperature
+                if (divisor := first_given(value, 1.0)) != 1.0:
                     self.processors.append(TemperatureLogitsWarper(divisor))
                 if count := first_given(top_k, config.top_k, 50):
                     self.processors.append(TopKLogitsWarper(count))

@@ -23,6 +23,7 @@ from mcore_qwen3vl.data.scores import (
     require_facts,
     scores_file_of,
     token_digest,
+    trained_digest,
 )
 from mcore_qwen3vl.data.sidecar import OpenSidecar, Sidecar
 from mcore_qwen3vl.errors import BadInput
@@ -52,6 +53,7 @@ class ReferenceFile(Sidecar):
                 side: {
                     "log_prob": -math.log(vocab_size) * plan.trained_tokens,
                     "digest": token_digest(plan.input_ids),
+                    "trained": trained_digest(plan.loss_weights),
                 }
                 for side, plan in zip(SIDES, plans, strict=True)
             }
@@ -77,6 +79,7 @@ class References(OpenSidecar):
         require_facts(self._scores, data, command, other_remedy=" or --reference adapter")
         log_probs: list[list[float]] = []
         digests: list[list[str]] = []
+        trained: list[list[str]] = []
         self._errors: dict[int, str] = {}  # the reason, by the index of each record without scores
         with self._scores.open(encoding="utf-8") as lines:
             for index, line in enumerate(lines):
@@ -98,9 +101,11 @@ class References(OpenSidecar):
                 sides = [entry[side] for side in SIDES]
                 log_probs.append([side["log_prob"] for side in sides])
                 digests.append([side["digest"] for side in sides])
+                trained.append([side.get("trained", "") for side in sides])
         # Arrays of (records, 2): chosen, rejected.
         self._log_probs = np.array(log_probs, np.float64).reshape(-1, 2)
         self._digests = np.array(digests, "U16").reshape(-1, 2)
+        self._trained = np.array(trained, "U16").reshape(-1, 2)  # "" in files of earlier versions
 
     def require(self, number: int, plans: Sequence[Any]) -> None:
         self.look_up(number, plans)
@@ -110,11 +115,14 @@ class References(OpenSidecar):
 
         Raises:
             BadSample: the record has none.
-            BadInput: the answers do not have the tokens that were scored.
+            BadInput: the answers do not have the tokens that were scored, or train others.
         """
         if number in self._errors:
             raise BadSample(f"it has no reference in {self._scores}: {self._errors[number]}")
         if [token_digest(plan.input_ids) for plan in plans] != self._digests[number].tolist():
             raise other_tokens_error(self._data, number, self._scores)
+        for plan, digest in zip(plans, self._trained[number].tolist(), strict=True):
+            if digest not in ("", trained_digest(plan.loss_weights)):
+                raise other_tokens_error(self._data, number, self._scores)
         chosen, rejected = self._log_probs[number].tolist()
         return chosen, rejected

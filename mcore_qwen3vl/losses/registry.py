@@ -51,7 +51,14 @@ def all_losses() -> tuple[type[Loss], ...]:
     """Return the losses of this package and of others; BadInput for one that cannot be used."""
     found = list(BUILT_IN)
     for entry in entry_points(group=GROUP):
-        loss = entry.load()
+        try:
+            loss = entry.load()
+        except Exception as error:  # importing runs the other package's code
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise BadInput(
+                f"The entry point {entry.name} of {GROUP} is {entry.value}, which cannot be "
+                f"imported: {reason}. Correct or remove the package that has it."
+            ) from error
         if not (isinstance(loss, type) and issubclass(loss, Loss)):
             raise BadInput(
                 f"The entry point {entry.name} of {GROUP} is {entry.value}, which is no subclass "

@@ -28,6 +28,7 @@ from mcore_qwen3vl.data.scores import (
     require_facts,
     scores_file_of,
     token_digest,
+    trained_digest,
 )
 from mcore_qwen3vl.data.sidecar import OpenSidecar, Sidecar
 from mcore_qwen3vl.data.task_inputs import TaskInputs
@@ -70,7 +71,8 @@ def write_teacher(lines: Path, out: Path) -> None:
     import pyarrow as pa
 
     place = {"file": pa.string(), "line": pa.int64(), "record": pa.int64()}
-    seen = {"digest": pa.string(), "log_prob": pa.float64(), "tokens": pa.int64()}
+    seen = {"digest": pa.string(), "trained": pa.string()}
+    seen |= {"log_prob": pa.float64(), "tokens": pa.int64()}
     top = {"top_ids": pa.large_list(pa.int32()), "top_log_probs": pa.large_list(pa.float32())}
     schema = pa.schema({**place, "error": pa.string(), **seen, **top})
     with pa.OSFile(str(out), "wb") as file, pa.ipc.new_file(file, schema) as writer:
@@ -139,6 +141,7 @@ class TeacherFile(Sidecar):
             ids = np.tile(np.arange(k), (count, 1))
             scores = np.full((count, k + 1), -math.log(k + 1))
             entry = {"digest": token_digest(plan.input_ids), "tokens": count}
+            entry["trained"] = trained_digest(plan.loss_weights)
             lines.append(json.dumps(entry | encode_top(ids, scores)))
         partial = data.with_suffix(".partial")
         partial.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
@@ -191,7 +194,7 @@ class Teacher(OpenSidecar):
 
         Raises:
             BadSample: the record has none.
-            BadInput: the record does not have the tokens that the teacher saw.
+            BadInput: the record does not have the tokens that the teacher saw, or trains others.
         """
         batch, place = divmod(number, _ROWS)
         row = self._rows.get_batch(batch).slice(place, 1)
@@ -200,6 +203,10 @@ class Teacher(OpenSidecar):
         plan = plans[0]  # scored with --top-k, a record of several has an error
         seen = row["digest"][0].as_py(), row["tokens"][0].as_py()
         if seen != (token_digest(plan.input_ids), plan.trained_tokens):
+            raise other_tokens_error(self._data, number, self._file)
+        # Files of earlier versions have no such column.
+        trained = row["trained"][0].as_py() if "trained" in self._rows.schema.names else None
+        if trained not in (None, trained_digest(plan.loss_weights)):
             raise other_tokens_error(self._data, number, self._file)
         values = (row[name][0].values.to_numpy() for name in _ENCODED)
         # A copy, since a tensor on the memory map could be written to.

@@ -32,7 +32,7 @@ from mcore_qwen3vl.data.processor import require_fitting
 from mcore_qwen3vl.data.records.parse import SIDES
 from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of
 from mcore_qwen3vl.data.records.tasks import POSITIVE
-from mcore_qwen3vl.data.scores import facts_file_of, token_digest
+from mcore_qwen3vl.data.scores import facts_file_of, token_digest, trained_digest
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.files import refuse_links, write_at_once
 from mcore_qwen3vl.json_and_yaml import parse_json
@@ -60,8 +60,8 @@ class BlockResults:
     """Log-probabilities and other results of each sequence, by its name."""
     errors: dict[int, str] = field(default_factory=dict)
     """The reasons why records cannot be scored, by the record's number."""
-    digests: dict[int, dict[str, str]] = field(default_factory=dict)
-    """By the record's number, hashes of the tokens of its sequences, by their sides, in order."""
+    digests: dict[int, dict[str, dict[str, str]]] = field(default_factory=dict)
+    """By the record's number, digests of each of its sequences, by their sides, in order."""
     unused: dict[Unused, None] = field(default_factory=dict)
     """What is not used of the records, in order."""
     places: dict[int, RecordPlace] = field(default_factory=dict)
@@ -77,10 +77,18 @@ class BlockResults:
         if record in self.errors:
             return {"error": self.errors[record]}
         sides = {
-            side: {**self.scores[_sequence_name(record, side)], "digest": digest}
-            for side, digest in self.digests[record].items()
+            side: self.scores[_sequence_name(record, side)] | digests
+            for side, digests in self.digests[record].items()
         }
         return sides.get("") or sides
+
+
+def _digests_of(plan: Plan) -> dict[str, str]:
+    """Return digests of a sequence's tokens, and of which of them are trained, if any are."""
+    digests = {"digest": token_digest(plan.input_ids)}
+    if plan.trained_tokens:
+        digests["trained"] = trained_digest(plan.loss_weights)
+    return digests
 
 
 def _sequence_name(record: int, side: str) -> str:
@@ -157,8 +165,7 @@ class Records:
             return []
         for plan in plans.values():
             self._results.unused |= dict.fromkeys(plan.unused)
-        digests = {side: token_digest(plan.input_ids) for side, plan in plans.items()}
-        self._results.digests[record] = digests
+        self._results.digests[record] = {side: _digests_of(plan) for side, plan in plans.items()}
         return [
             Planned(record, _sequence_name(record, side), plan, raw.source)
             for side, plan in plans.items()

@@ -201,15 +201,16 @@ class OneRankGroup(_ProcessGroup):
         _copy_to_all(outputs, inputs)
         return self._count_and_finish("all_gather", outputs, outputs)
 
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        for out, source in zip(outputs, inputs, strict=True):
+            if _has_values(source):
+                out.view(self._size, -1).copy_(source.reshape(1, -1).expand(self._size, -1))
+        return self._count_and_finish("all_gather", outputs, outputs)
+
     def _allgather_base(self, out: Tensor, source: Tensor, opts: Any = None) -> Work:
-        if _has_values(source):
-            out.view(self._size, -1).copy_(source.reshape(1, -1).expand(self._size, -1))
-        return self._count_and_finish("all_gather", [out], [out])
+        return self.allgather_into_tensor_coalesced([out], [source])
 
     all_gather_single = _allgather_base
-
-    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        return self._count_and_finish("all_gather", outputs, outputs)
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 

@@ -19,7 +19,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
-from megatron.core.utils import local_multi_tensor_l2_norm
+from megatron.core.utils import get_model_config, local_multi_tensor_l2_norm
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -88,14 +88,20 @@ def _part_key(part: str) -> ParamKey:
 
 
 def part_grad_norms(model: list[Any]) -> dict[str, Tensor]:
-    """Return the 2-norm of each part's reduced gradient over all ranks, which all call this."""
+    """Return the 2-norm of each part's reduced gradient over all ranks, which all call this.
+
+    The gradients still have fp16's loss scale, which Megatron's optimizer takes away later.
+    """
     squares = torch.zeros(len(PARTS), device=torch.cuda.current_device())
     for chunk in model:
         parts = {parameter: part_of(name) for name, parameter in chunk.named_parameters()}
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             _add_squares(squares, buffer, parts, chunk)
     dist.all_reduce(squares)
-    return dict(zip(PARTS, squares.sqrt(), strict=True))
+    norms = squares.sqrt()
+    if scale_loss := get_model_config(model[0]).grad_scale_func:
+        norms = norms / scale_loss(torch.ones_like(norms))
+    return dict(zip(PARTS, norms, strict=True))
 
 
 def _add_squares(squares: Tensor, buffer: Any, parts: dict[nn.Parameter, Any], chunk: Any) -> None:

@@ -60,8 +60,8 @@ def main(
     Args:
         observer: hears of the run's events.
         rehearsed: only memory and work matter, and this rank is the only one there is. It reads its
-            own batches on each pipeline stage, takes the names in ``--freeze`` for those of other
-            stages, leaves the second model's weights as they are made, needs neither DeepEP nor
+            own batches on each pipeline stage, accepts names in ``--freeze`` that match nothing on
+            its stage, leaves the second model's weights as they are made, needs neither DeepEP nor
             FlashAttention 3, and logs no step for being the last.
 
     Returns:
@@ -379,6 +379,7 @@ class Run:
         rates = ours.learning_rate_overrides(self.settings)
         bound["config_overrides"] = {**(bound.get("config_overrides") or {}), **rates}
         optimizer = original(**bound)
+        # Each of these replaces another method or attribute, so they may stand in any order.
         optimizer_state.start_momentum(optimizer)
         ours.use_fused_adam(optimizer)
         optimizer_state.make_resumable(optimizer)

@@ -135,7 +135,7 @@ STEP = (
     ),
     Event(
         "batch",
-        "Take a batch that a thread has read; of each micro-batch, as the next three events.",
+        "Take a batch that a thread has read. This and the next three are of each micro-batch.",
         ("mcore_qwen3vl.data.sharing:SharedBatches.chunk",),
     ),
     Event(

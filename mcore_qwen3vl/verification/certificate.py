@@ -15,11 +15,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import mcore_qwen3vl
 from mcore_qwen3vl.certificate_file import FORMAT_OF_CERTIFICATE, follows, read_certificate
 from mcore_qwen3vl.converters.hf.companions import sha256_of
 from mcore_qwen3vl.converters.identify import PathKind, identify
-from mcore_qwen3vl.files import refuse_special_files
+from mcore_qwen3vl.files import package_modules, refuse_special_files
 from mcore_qwen3vl.verification.measurement import Finding
 from mcore_qwen3vl.verification.report import PACKAGES, Report, environment
 
@@ -58,10 +57,9 @@ def _hashes_of(path: Path) -> dict[str, str]:
 
 def hash_of_code() -> str:
     """Return one SHA-256 of the names and contents of this package's modules."""
-    root = Path(mcore_qwen3vl.__file__).parent
     whole = hashlib.sha256()
-    for file in sorted(root.rglob("*.py")):
-        whole.update(f"{file.relative_to(root).as_posix()}\0{sha256_of(file)}\n".encode())
+    for path, file in package_modules().items():
+        whole.update(f"{path}\0{sha256_of(file)}\n".encode())
     return whole.hexdigest()
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mcore_qwen3vl.converters.identify import folder_name, numbered_iterations
 from mcore_qwen3vl.converters.megatron_checkpoint import MegatronCheckpoint
+from mcore_qwen3vl.converters.storage.archive import PickledObject
 from mcore_qwen3vl.converters.torch_dist import TorchDistCheckpoint
 from mcore_qwen3vl.data.loader_state import position_in
 from mcore_qwen3vl.errors import BadInput
@@ -341,8 +342,10 @@ def _first_unequal(a: Any, b: Any, path: str = "") -> str:
         return next(filter(None, (_first_unequal(*two, path) for two in parts)), "")
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return "" if torch.equal(a, b) else f"{path}differs"
-    if type(a) is type(b) and not isinstance(a, int | float | str | bool | None):
-        return ""  # what this cannot look into
+    if isinstance(a, PickledObject) and type(a) is type(b):  # such as numpy's state
+        return _first_unequal((a.args, a.state), (b.args, b.state), path)
+    if not isinstance(a, int | float | str | bytes | bool | type | None):
+        return f"{path}is of type {type(a).__name__}, which this cannot compare"
     return "" if a == b else f"{path}differs"
 
 

@@ -6,12 +6,11 @@ import ast
 import inspect
 import textwrap
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import mcore_qwen3vl
+from mcore_qwen3vl.files import package_modules
 from tests.training.megatron_symbols import differences
 
 SYMBOLS = {
@@ -71,14 +70,14 @@ def _attributes(owner: type[Any]) -> set[str]:
 
 
 def test_the_canary_knows_every_private_attribute_that_the_data_code_uses() -> None:
-    package = Path(mcore_qwen3vl.__file__).parent
-    trees = {file: ast.parse(file.read_text("utf-8")) for file in package.rglob("*.py")}
+    modules = package_modules().items()
+    trees = {path: ast.parse(file.read_text("utf-8")) for path, file in modules}
     ours = {name for tree in trees.values() for node in ast.walk(tree) for name in _named_by(node)}
     known = ours | OF_OTHERS | {name for names in ATTRIBUTES.values() for name in names}
     used = {
         node.attr
-        for file, tree in trees.items()
-        if "data" in file.relative_to(package).parts
+        for path, tree in trees.items()
+        if "data" in path.split("/")
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and node.attr[1] != "_"
     }

@@ -16,6 +16,7 @@ import yaml
 import mcore_qwen3vl
 from mcore_qwen3vl.cli import app
 from mcore_qwen3vl.data.records.hooks import GROUP as HOOKS
+from mcore_qwen3vl.files import package_modules
 from mcore_qwen3vl.losses.registry import GROUP as FAMILIES
 from mcore_qwen3vl.losses.tokens import GROUP as LOSSES
 from mcore_qwen3vl.simulated_gpu.__main__ import make_parser
@@ -144,6 +145,16 @@ def test_the_design_page_says_where_to_look():
         there = _defined(tree.body)
         for name in re.findall(r"[\w.]+", names.replace(" and ", " ")):
             assert name in there, f"{path}: {name}"
+
+
+def test_the_design_page_names_what_runs_only_on_a_gpu():
+    page = (ROOT / "docs" / "design.md").read_text()
+    table = page.partition("### What runs only on a GPU\n")[2].partition("\n## ")[0]
+    asks = re.compile(r"is_cuda|cuda\.is_available|\.type == \"cuda\"")
+    asking = {path for path, file in package_modules().items() if asks.search(file.read_text())}
+    # The simulated GPU, and what measures on it, have no other branch.
+    asking = {path for path in asking if not path.startswith(("simulated_gpu/", "rehearsal/"))}
+    assert set(re.findall(r"`([\w/]+\.py)`", table)) == asking
 
 
 def _defined(body: list[ast.stmt]) -> set[str]:

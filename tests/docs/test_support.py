@@ -10,7 +10,7 @@ from mcore_qwen3vl.losses.registry import BUILT_IN
 from tests.docs.markdown import ROOT
 
 PAGE = ROOT / "docs" / "support.md"
-TIERS = ("core", "kept", "frozen", "untried", "refused")
+TIERS = ("core", "tool", "kept", "frozen", "untried", "refused")
 RUNNERS = {"test-slow", "test-all", "test-durations", "test-contexts"}
 """Targets that run the same tests in another way."""
 

@@ -45,11 +45,20 @@ def test_draws_equal_hugging_face_with_the_same_seed() -> None:
         ({"temperature": 1.0, "top_p": 0.0}, "top_p"),
         ({"temperature": 1.0, "top_k": -1}, "top_k"),
         ({"top_p": 0.5}, "set a temperature"),
+        ({"temperature": float("nan")}, "temperature is nan: use 0 for greedy"),
     ],
 )
 def test_sampling_values_out_of_range(options: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         Sampler(GenerationConfig(), **options)
+
+
+def test_a_temperature_may_be_a_whole_number() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0]])
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    whole = Sampler(GenerationConfig(), temperature=2).processors(ids, logits)
+    assert whole.equal(Sampler(GenerationConfig(), temperature=2.0).processors(ids, logits))
+    assert whole.equal(logits / 2)
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,7 @@ def test_its_flags_are_in_the_help_and_are_refused_without_it(installed: None, d
     ("installed", "said"),
     [
         ("NOT_A_LOSS", r"theirs of mcore_qwen3vl.loss_families is .*:NOT_A_LOSS, which is no sub"),
+        ("GONE", "which cannot be imported: AttributeError: .* no attribute 'GONE'. Correct"),
         ("Kto", "theirs of mcore_qwen3vl.loss_families names a loss kto, as another loss does"),
     ],
     indirect=["installed"],

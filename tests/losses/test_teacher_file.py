@@ -18,7 +18,12 @@ from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.indexes import ensure_index
 from mcore_qwen3vl.data.processor import vocabulary_fingerprint
 from mcore_qwen3vl.data.records.reading import BadSample
-from mcore_qwen3vl.data.scores import facts_file_of, file_digest, token_digest
+from mcore_qwen3vl.data.scores import (
+    facts_file_of,
+    file_digest,
+    token_digest,
+    trained_digest,
+)
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.losses.teacher_file import (
     Teacher,
@@ -55,7 +60,9 @@ def write(folder: Path) -> Path:
     lines = []
     for i in range(RECORDS):
         top = top_of(i)
-        entry = {"digest": token_digest(plan_of(i).input_ids), "tokens": len(top.ids)}
+        plan = plan_of(i)
+        entry = {"digest": token_digest(plan.input_ids), "tokens": len(top.ids)}
+        entry |= {"trained": trained_digest(plan.loss_weights)} if i % 2 == 0 else {}
         entry |= encode_top(top.ids.numpy(), top.log_probs.numpy())
         lines.append({"line": i + 1, **({"error": "it is broken"} if i == 70 else entry)})
     partial = folder / "lines"
@@ -102,11 +109,14 @@ def test_other_tokens_or_other_trained_ones_stop_the_run(tmp_path: Path) -> None
     data = write(tmp_path)
     teacher, plan = opened(data), plan_of(6)
     ensure_index(data)
-    weights = plan.loss_weights.copy()
-    weights[1] = 1
+    one_more, others = plan.loss_weights.copy(), plan.loss_weights.copy()
+    one_more[1] = 1
+    others[[1, 2]] = 1, 0  # as many
+    teacher.look_up(6, [plan])
     for other in (
         replace(plan, input_ids=plan.input_ids + 1),
-        replace(plan, loss_weights=weights),
+        replace(plan, loss_weights=one_more),
+        replace(plan, loss_weights=others),
     ):
         with pytest.raises(BadInput, match=r"data\.jsonl:7 no longer has the tokens"):
             teacher.look_up(6, [other])

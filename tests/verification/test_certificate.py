@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import package_modules
+from mcore_qwen3vl.verification import certificate
 from mcore_qwen3vl.verification.certificate import check_certificate
 from tests.command import exit_code
 
@@ -61,6 +63,22 @@ def moved(compared: Path, tmp_path: Path) -> Path:
     file.write_text(file.read_text().replace(str(compared), str(tmp_path / "copy")))
     assert not failures(file)
     return tmp_path / "copy"
+
+
+@pytest.mark.parametrize(
+    "path", ["labels.py", "converters/mapping/table.py", "launch/catalogue.py"]
+)
+def test_a_change_in_any_module_is_other_code(
+    path: str, compared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two folders of the package are links in a checkout."""
+    changed, sha256_of = package_modules()[path], certificate.sha256_of
+
+    def sha256_after_the_change(file: Path) -> str:
+        return "another" if file == changed else sha256_of(file)
+
+    monkeypatch.setattr(certificate, "sha256_of", sha256_after_the_change)
+    assert ("code", "mcore-qwen3vl") in failures(compared / "report" / "report.json")
 
 
 def test_an_input_with_another_byte_a_new_and_a_missing_file_are_named(moved: Path) -> None:

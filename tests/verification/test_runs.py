@@ -11,13 +11,16 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from mcore_qwen3vl.converters.storage import archive
 from mcore_qwen3vl.converters.torch_dist import read_metadata
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training import optimizer_state
 from mcore_qwen3vl.training.checkpoints import data_state
+from mcore_qwen3vl.verification import runs
 from mcore_qwen3vl.verification.runs import RunComparison, compare_runs
 from mcore_qwen3vl.verification.search import records
 from mcore_qwen3vl.verification.search.case import Case, Flag, Stop
@@ -108,6 +111,19 @@ def test_what_a_resume_changed_is_named(name: str, bench: Bench) -> None:
     assert {finding.context for finding in report.failures} <= {"step 3", "step 4"}
     if name == "random states":
         assert [one for one in report.failures if one.part == "random states"]
+
+
+def test_random_states_are_compared_with_those_of_numpy(tmp_path: Path) -> None:
+    """A checkpoint's are read as stand-ins of numpy's classes."""
+    states = []
+    for seed in (1, 2):
+        state = [{"np_rng_state": np.random.RandomState(seed).get_state(), "torch": None}]
+        torch.save(state, tmp_path / "state.pt")
+        states.append(archive.load(tmp_path / "state.pt"))
+    one, other = states
+    assert runs._first_unequal(one, one) == ""
+    assert runs._first_unequal(one, other) == "np_rng_state differs"
+    assert runs._first_unequal([object()], [object()]).endswith("which this cannot compare")
 
 
 def _data_begin_anew(patch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,12 @@ def check(settings: Settings, architecture: Architecture) -> None:
             f"Megatron-Core trains MoE models under TP {tp} with "
             "sequence parallelism only: add --sequence-parallel."
         )
+    rows, vocabulary = compute.padded_vocab_size, architecture.vocab_size
+    if rows is not None and (rows < vocabulary or rows % tp):
+        raise BadInput(
+            f"--padded-vocab-size is {rows}: it must be at least the model's vocab_size, "
+            f"{vocabulary}, and a multiple of TP {tp}. Leave it out, and Megatron pads as needed."
+        )
     legacy = settings.checkpoints.ckpt_format == "torch"
     if settings.checkpoints.save and legacy and architecture.delta_net is not None:
         raise BadInput(

@@ -60,7 +60,7 @@ _SET_ELSEWHERE = (
     *("seq_length", "micro_batch_size", "length_multiple", "micro_batches", "media_limits"),
     *("records", "inputs", "sidecar"),
 )
-"""Fields of the data config that Megatron's flags set, or the layout's needs, or the loss."""
+"""Fields of the data config without a flag: Megatron's flags, the layout or the loss set them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

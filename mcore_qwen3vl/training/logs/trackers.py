@@ -142,7 +142,9 @@ class Trackers:
         warning, and a tracker that takes nothing for a while is given up.
         """
         finite = {name: x for name, x in numbers.items() if x is not None and math.isfinite(x)}
-        for name, tracker in list(self._trackers.items()):
+        for name, tracker in self._trackers.items():
+            if self._is_given_up(name):
+                continue
             try:
                 tracker.log(dict(finite), step=step)
             except Exception as error:
@@ -150,11 +152,13 @@ class Trackers:
             else:
                 self._failures[name] = 0
 
+    def _is_given_up(self, name: str) -> bool:
+        """Return whether a tracker gets no more numbers; its run still ends with the training's."""
+        return self._failures.get(name, 0) >= _FAILURES
+
     def _note_failure(self, name: str, step: int, error: Exception) -> None:
-        self._failures[name] = count = self._failures.get(name, 0) + 1
-        gone = count == _FAILURES
-        if gone:
-            del self._trackers[name]
+        self._failures[name] = self._failures.get(name, 0) + 1
+        gone = self._is_given_up(name)
         _LOGGER.warning(
             "--log-to %s did not take the numbers of step %s: %s.%s", name, step, _text(error),
             " It is sent no more; --log-json keeps all numbers." if gone else "",

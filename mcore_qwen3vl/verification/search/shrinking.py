@@ -78,7 +78,7 @@ def _with_smaller_layouts(case: Case) -> Iterator[Case]:
 
 
 def _smaller_layouts(text: str) -> Iterator[str]:
-    """Yield a layout with one of its sizes less, the single rank first."""
+    """Yield the single rank, and then the layout with one of its sizes set to 1."""
     layout = Layout.parse(text)
     if str(layout) != "single":
         yield "single"

@@ -59,6 +59,8 @@ VALIDATION = ("--valid-data-path", "v.jsonl", "--eval-iters", "1")
         (("--external-cuda-graph",), "a CUDA graph needs the same number of image tokens"),
         (("--no-such-flag", "3"), r"unrecognized arguments: --no-such-flag 3\. .*--help"),
         (("--global-batch-size", "0"), "--global-batch-size is 0; it is at least 1"),
+        (("--padded-vocab-size", "-1"), "size is -1: it must be at least the model's vocab_size"),
+        (("--padded-vocab-size", "0"), "Leave it out, and Megatron pads as needed"),
         (("--tensor-model-parallel-size", "2"), "The world size is 1, which TP 2 x PP 1 x CP 1"),
         (("--tensor-model-parallel-size", "3"), "heads cannot be divided over TP 3: use TP 2"),
     ],

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import mcore_qwen3vl
 from mcore_qwen3vl.errors import BadInput
+from mcore_qwen3vl.files import package_modules
 from mcore_qwen3vl.training.arguments.command_line import CommandLine
 from mcore_qwen3vl.training.arguments.megatron_flags import FLAGS, Sorting
 
@@ -57,9 +57,9 @@ def test_what_is_said_to_reach_the_run_is_read_by_something(megatron_flags: dict
     sorting, megatron = Sorting.for_installed(), find_spec("megatron.core")
     assert megatron is not None
     assert megatron.origin is not None
-    roots = (Path(megatron.origin).parents[1], Path(mcore_qwen3vl.__file__).parent)
+    files = [*Path(megatron.origin).parents[1].rglob("*.py"), *package_modules().values()]
     read: set[str] = set()
-    for file in (file for root in roots for file in root.rglob("*.py")):
+    for file in files:
         if UNREAD.search(file.as_posix()):
             continue
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

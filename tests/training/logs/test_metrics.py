@@ -222,6 +222,18 @@ def test_tensorboard_holds_what_the_log_says(dense: Path, data: Path, tmp_path: 
     assert losses == pytest.approx([entry["lm loss"] for entry in log], rel=1e-6)
 
 
+@pytest.mark.parametrize("flags", [(), ("--fp16", "--initial-loss-scale", "1024")])
+def test_the_parts_norms_make_the_whole_norm(
+    flags: tuple[str, ...], dense: Path, data: Path, tmp_path: Path
+) -> None:
+    """fp16's loss scale is in the gradients when the parts are measured."""
+    job = Job(dense, data, Layout.parse("dp2"), steps=2, batch=2, seq_length=256, packing=True)
+    for entry in train(job, tmp_path, *flags):
+        parts = [entry[f"grad norm {part}"] for part in ("vision", "aligner", "language")]
+        assert min(parts) > 0
+        assert math.hypot(*parts) == pytest.approx(entry["grad norm"], rel=1e-4)
+
+
 NAMES = {"first/train.jsonl": "first/train.jsonl", "second/train.jsonl": "sums"}
 """The name in the log of each data set: by default its path."""
 

@@ -94,6 +94,7 @@ def test_a_run_goes_on_without_a_tracker_that_takes_nothing(
     assert taken == [1, 1, 2, 2, 3, 3, 4, 5]
     said = (tmp_path / "output.txt").read_text()
     assert said.count("did not take the numbers of step") == 3
+    assert [line for line in lines(own) if "end" in line] == [{"end": 0}] * 2
     assert "of step 3: ConnectionError: the server is gone. It is sent no more" in said
 
 
