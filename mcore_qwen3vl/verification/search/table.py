@@ -7,15 +7,18 @@ until the time is up or all flags are tried; the same command goes on.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
+from textwrap import shorten
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.losses.registry import all_losses
+from mcore_qwen3vl.verification.figures import write_figures
 from mcore_qwen3vl.verification.search import records
 from mcore_qwen3vl.verification.search.axes import flags_of
 from mcore_qwen3vl.verification.search.case import Case, Flag
@@ -34,10 +37,15 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "dense": ("tp2+sp", "pp2xdp2", "cp2"),
     "MoE": ("tp2+sp", "pp2xep2xdp2"),
 }
-_HEAD = (
-    "| flag | in the contract | run | values on one rank | dense | MoE |\n"
-    "|---|---|---|---|---|---|\n"
-)  # fmt: skip
+_HEAD = """\
+Each flag that reaches a run, alone. A value on one rank is *the same* as no flag, *another result*,
+refused, or *not used*, as the run said too. In layouts it is one value, and the run is the first to
+take the flag: `plain`, with experts (`MoE`), with an adapter (`LoRA`), with validations, packed, in
+bf16, or with a loss. What is wrong is in bold.
+
+| flag | in the contract | run | values on one rank | dense | MoE |
+|---|---|---|---|---|---|
+"""
 
 
 def write_table(file: Path, bench: Bench, until: float, first: int = 0, every: int = 1) -> int:
@@ -47,10 +55,10 @@ def write_table(file: Path, bench: Bench, until: float, first: int = 0, every: i
         first, every: of all flags this process tries those from `first`, `every` apart.
     """
     if not file.exists():
-        file.write_text(_HEAD, "utf-8")
-    done = {line.split("|")[1].strip() for line in file.read_text("utf-8").splitlines()}
+        write_figures(file, "Flags, each alone", f"make search ARGS='--table {file}'", _HEAD)
+    done = set(re.findall(r"^\| `(--\S+)` \|", file.read_text("utf-8"), re.MULTILINE))
     flags = sorted(drawable(), key=_is_written)
-    waiting = [flag for flag in flags[first::every] if f"`{flag.name}`" not in done]
+    waiting = [flag for flag in flags[first::every] if flag.name not in done]
     for number, flag in enumerate(waiting):
         if time.monotonic() > until:
             return len(waiting) - number
@@ -172,7 +180,7 @@ def _effect(bench: Bench, base: Case, words: Flag) -> str:
         return f"refused: {_short(outcome.refusal)}"
     plain = bench.run(base)
     if not plain.finished:
-        return f"only with it: {end_of(plain)}"
+        return f"only with it: {_short(end_of(plain))}"
     same = same_result(outcome, plain)
     if f"not used of the command line: {words[0]} " in outcome.ran[0].printed:
         return _NOT_USED if same else "**said to be not used, and another result**"
@@ -196,4 +204,5 @@ def _agreement(bench: Bench, case: Case, layouts: Sequence[str], value: str) -> 
 
 
 def _short(text: str) -> str:
-    return " ".join(text.replace("|", "/").split())[:90]
+    """Return the beginning of a message, without the folder of its run."""
+    return shorten(re.sub(r"\S*/runs/\d+/", "", text).replace("|", "/"), 90, placeholder=" …")

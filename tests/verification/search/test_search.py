@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,7 +25,15 @@ from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.training.forward_step import ForwardStep
 from mcore_qwen3vl.training.run import Run
 from mcore_qwen3vl.verification.runs import LOGGED
-from mcore_qwen3vl.verification.search import axes, comparing, of_user, oracles, plain, records
+from mcore_qwen3vl.verification.search import (
+    axes,
+    comparing,
+    of_user,
+    oracles,
+    plain,
+    records,
+    table,
+)
 from mcore_qwen3vl.verification.search.axes import draw, layouts
 from mcore_qwen3vl.verification.search.case import (
     ADAPTER,
@@ -36,6 +45,7 @@ from mcore_qwen3vl.verification.search.case import (
     segments,
 )
 from mcore_qwen3vl.verification.search.data_files import Form, picture
+from mcore_qwen3vl.verification.search.flags import drawable
 from mcore_qwen3vl.verification.search.running import Bench, Outcome, Ran
 from mcore_qwen3vl.verification.search.search import Counterexample, Search, main
 from mcore_qwen3vl.verification.search.shrinking import shrink
@@ -501,3 +511,23 @@ def test_a_process_that_breaks_does_not_end_a_search_as_done(
     monkeypatch.setattr("mcore_qwen3vl.verification.search.search.write_table", broken)
     with pytest.raises(Unfinished):
         main(["--table", str(tmp_path / "flags.md"), "--workers", "2"])
+
+
+def test_a_table_of_flags_says_what_made_it_and_goes_on_behind_its_last_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "flags.md"
+    words = ["--table", str(file), "--workers", "1", "--minutes", "0"]
+    assert main(words) == Unfinished.exit_code
+    assert re.search(r"^\| command \| `make search .*flags\.md'` \|$", file.read_text(), re.M)
+    count = len(drawable())
+    assert f"{count} flags remain" in capsys.readouterr().out
+    with file.open("a") as stream:
+        stream.writelines(f"| `{flag.name}` | | | | | |\n" for flag in drawable()[3:])
+    assert main(words) == Unfinished.exit_code
+    assert "3 flags remain" in capsys.readouterr().out
+
+
+def test_a_message_in_the_table_has_no_folder_of_its_run() -> None:
+    said = "/tmp/search-x/1/runs/000245/train.jsonl does not | exist."
+    assert table._short(said) == "train.jsonl does not / exist."
