@@ -5,8 +5,9 @@ cache. With it all ranks go through the same order of samples, by number.
 
 The file is named after the data's files. For the files that records name, such as images, it holds
 a stamp of their sizes and times for each sample. At the start, the stamps of unusable samples and
-of some others are compared. If one differs, all samples are measured again. A sample that
-contradicts its size when it is read removes the file.
+of some others are compared, and samples that were unusable for a reason of the moment, such as a
+slow disk, are measured again. If a stamp differs, or such a sample has a size now, all samples are
+measured again. A sample that contradicts its size when it is read removes the file.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class Unusable:
     reason: str
     shard: str
     number: int  # the sample's number in its shard
+    momentary: bool = False  # whether it may have a size another time
 
 
 class Sizes(Sequence[Size | Unusable]):
@@ -133,6 +135,18 @@ class Sizes(Sequence[Size | Unusable]):
     def unusable(self) -> list[Unusable]:
         """The samples without a size."""
         return list(self._unusable.values())
+
+    @property
+    def momentary(self) -> list[int]:
+        """The samples that may have a size another time."""
+        return [index for index, flaw in self._unusable.items() if flaw.momentary]
+
+    def replace(self, index: int, measured: tuple[Size | Unusable, int]) -> None:
+        """Replace the size or the flaw of a sample, and its stamp."""
+        del self._unusable[index]
+        added, self._added = self._added, index
+        self.add(measured)
+        self._added = added
 
     def samples_to_compare(self) -> list[int]:
         """Return samples whose stamps tell whether media were replaced: all unusable, some usable.
@@ -268,13 +282,33 @@ def load_or_measure_sizes(
         )
         now: list[int] = []
         measure_in_children(partial(stamp, factory), compared, now.append, processes, title)
-        return sizes if now == sizes.stamps[compared].tolist() else None
+        if now != sizes.stamps[compared].tolist():
+            return None
+        again = measure_again(sizes.momentary)
+        if count := sum(isinstance(size, Size) for size, _ in again):
+            log.warning(
+                "%s samples of %s could not be read when they were measured, and can be now: packs "
+                "are others than before", count, data,
+            )  # fmt: skip
+            return None
+        return sizes
 
     def measure_all() -> Sizes:
         title = f"measuring {data}, once, to balance work"
         sizes, indices = Sizes(factory.count), range(factory.count)
         measure_in_children(partial(measure, factory), indices, sizes.add, processes, title)
+        waiting = sizes.momentary
+        for index, measured in zip(waiting, measure_again(waiting), strict=True):
+            sizes.replace(index, measured)
         return sizes
+
+    def measure_again(indices: Sequence[int]) -> list[tuple[Size | Unusable, int]]:
+        """Measure samples that could not be read for a reason of the moment."""
+        again: list[tuple[Size | Unusable, int]] = []
+        title = f"measuring {len(indices)} samples of {data} again"
+        if indices:
+            measure_in_children(partial(measure, factory), indices, again.append, processes, title)
+        return again
 
     try:
         if (sizes := read_sizes()) is None:

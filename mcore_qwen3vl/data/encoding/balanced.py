@@ -29,8 +29,10 @@ from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
 from megatron.energon.metadataset.loader_interface import LoadedDataset
 from megatron.energon.wrappers import PackingDataset
 
+from mcore_qwen3vl import __version__
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data.config import DataConfig, Source
+from mcore_qwen3vl.data.content import digest_of_hook
 from mcore_qwen3vl.data.datasets import SOURCE, NumberedSamples
 from mcore_qwen3vl.data.encoding.division import Division, divide
 from mcore_qwen3vl.data.encoding.encoder import PlannedRecord, Qwen3VLTaskEncoder
@@ -40,7 +42,7 @@ from mcore_qwen3vl.data.encoding.planning import Plan
 from mcore_qwen3vl.data.indexes import origin
 from mcore_qwen3vl.data.order import ABSENT, Order
 from mcore_qwen3vl.data.places import sample_id
-from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, reason_of
+from mcore_qwen3vl.data.records.reading import BadSample, OverlongSample, is_momentary, reason_of
 from mcore_qwen3vl.data.sizes import (
     BAD,
     NOTHING,
@@ -227,7 +229,9 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
     def settings_of(self, factory: MeasuredFactory) -> str:
         """Return, as JSON, the settings that the sizes of a data set depend on."""
         source = self._sources[factory.subflavors[SOURCE]]
-        return json.dumps([self._settings, repr(source.reading), repr(source.limits)])
+        hook = source.reading.preprocess
+        of_source = [repr(source.reading), repr(source.limits), hook and digest_of_hook(hook)]
+        return json.dumps([self._settings, *of_source])
 
     def _look_for_usable(self, source: int) -> None:
         for factory in self._measured:
@@ -276,7 +280,7 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         # As in the loader, any exception, such as that of a broken line, makes the sample bad.
         except Exception as error:
             kind = OVERLONG if isinstance(error, OverlongSample) else BAD
-            return Unusable(kind, reason_of(error), shard, number), stamp
+            return Unusable(kind, reason_of(error), shard, number, is_momentary(error)), stamp
 
     def _stamp_of_sample(self, factory: MeasuredFactory, index: int) -> int:
         """Return the stamp of a sample's media; 0 if it has none or cannot be read."""
@@ -437,6 +441,8 @@ def _settings_as_json(processor: Any, config: DataConfig) -> str:
         "overlong": config.overlong,
         "document_end": config.document_end,
         "allow_dropped": config.allow_dropped,
+        "max_decoded_pixels": config.max_decoded_pixels,
+        "version": __version__,  # another one may read what this one cannot
         "boundaries": "prompts and answers are tokenised apart",
     }
     return json.dumps(said, sort_keys=True, default=str)

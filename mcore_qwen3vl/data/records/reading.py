@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +23,10 @@ class BadSample(Exception):
     """The sample cannot be used, and the message says why. The loader skips it."""
 
 
+class SlowSample(BadSample):
+    """Reading the sample took too long."""
+
+
 class OverlongSample(Exception):
     """The sample is longer than the sequence length, and the policy is to leave it out."""
 
@@ -32,11 +37,29 @@ def reason_of(error: Exception) -> str:
     return str(error) if ours else f"{type(error).__name__}: {error}"
 
 
+def is_momentary(error: BaseException | None) -> bool:
+    """Return whether an error may not come again: of the time, or of a disk or a network."""
+    while error is not None:
+        if isinstance(error, SlowSample):
+            return True
+        if isinstance(error, OSError) and error.errno in _MOMENTARY:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+_MOMENTARY = {
+    *(errno.EIO, errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno.ENFILE),
+    *(errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ENOTCONN, errno.EREMOTEIO),
+}
+"""Numbers of such errors; a file that is missing or damaged has others, or none."""
+
+
 def record_limit(seconds: float) -> AbstractContextManager[None]:
-    """Limit reading and decoding of one record, by the clock, with BadSample; see `time_limit`."""
+    """Limit reading and decoding of one record, by the clock, with SlowSample; see `time_limit`."""
     return time_limit(
         seconds,
-        lambda: BadSample(
+        lambda: SlowSample(
             f"reading and decoding it takes more than {seconds:g} s (--max-sample-seconds)."
         ),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import logging
 import os
@@ -18,6 +19,8 @@ import pytest
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.data import DataConfig, Loader, Source, redistribute
 from mcore_qwen3vl.data.encoding import balanced
+from mcore_qwen3vl.data.records.reading import BadSample, Reading, SlowSample, is_momentary
+from mcore_qwen3vl.data.sizes import Sizes
 from mcore_qwen3vl.errors import BadInput, Unfinished
 from tests.data.conftest import WriteJsonl, chat, question, write_png
 from tests.turns import slow_except
@@ -38,7 +41,7 @@ RANKS = 3
 def make(architecture: Architecture, processor: Any) -> Callable[..., Loader]:
     def one(path: Path, rank: int, config: DataConfig = CONFIG, **options: Any) -> Loader:
         return Loader(
-            [Source(path)],
+            [Source(path, reading=options.pop("reading", Reading()))],
             architecture,
             copy.deepcopy(processor),
             config,
@@ -111,6 +114,80 @@ def test_sizes_are_measured_once_and_again_when_something_changes(
     data.write_text(data.read_text() + json.dumps(question(1)) + "\n")
     make(data, 0)
     assert len(files()) == 3
+    make(data, 0, replace(CONFIG, max_decoded_pixels=1000))
+    assert len(files()) == 4
+
+
+HOOK = """
+from pathlib import Path
+
+
+def as_it_is(record):
+    return record
+
+
+def fails_while_a_disk_does(record):
+    if Path(__file__).with_name("fails").exists() and record["messages"][0]["content"] == "0":
+        raise OSError(5, "Input/output error")
+    return record
+
+
+def is_slow_while_a_disk_is(record):
+    if Path(__file__).with_name("fails").exists() and record["messages"][0]["content"] == "0":
+        while True:
+            pass
+    return record
+"""
+
+
+@pytest.fixture
+def hook(write_jsonl: WriteJsonl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write a file of hooks beside ten records, whose questions are their numbers."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_jsonl([chat(("user", str(number)), ("assistant", "a")) for number in range(10)])
+    (tmp_path / "hooks.py").write_text(HOOK)
+    return tmp_path / "hooks.py"
+
+
+def test_a_mended_hook_measures_again(make: Callable[..., Loader], hook: Path) -> None:
+    data, reading = hook.parent / "data.jsonl", Reading(preprocess=f"{hook}:as_it_is")
+    for text in (HOOK, HOOK, f"{HOOK}\n# mended"):
+        hook.write_text(text)
+        make(data, 0, reading=reading)
+    assert len(sizes_in(hook.parent)) == 2
+
+
+@pytest.mark.parametrize("name", ["fails_while_a_disk_does", "is_slow_while_a_disk_is"])
+def test_what_a_disk_did_not_deliver_is_measured_again(
+    name: str, make: Callable[..., Loader], hook: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise the record would be left out of every later run."""
+    data, reading = hook.parent / "data.jsonl", Reading(preprocess=f"{hook}:{name}")
+    config = replace(CONFIG, max_sample_seconds=0.5)
+    (hook.parent / "fails").touch()
+    make(data, 0, config, reading=reading, ranks=1)
+    (kept,) = sizes_in(hook.parent)
+    (flaw,) = Sizes.load(kept).unusable
+    assert flaw.momentary
+    (hook.parent / "fails").unlink()
+    loader = make(data, 0, config, reading=reading, ranks=1)
+    assert Sizes.load(kept).unusable == []
+    assert "1 samples of" in caplog.text
+    assert {number for _ in range(2) for number in numbers(next(loader))} == set(range(1, 11))
+
+
+def test_which_errors_are_of_the_moment() -> None:
+    def raised_from(cause: Exception) -> Exception:
+        try:
+            raise BadSample("it cannot be read") from cause
+        except BadSample as error:
+            return error
+
+    assert is_momentary(raised_from(OSError(errno.EIO, "Input/output error")))
+    assert is_momentary(SlowSample("it takes more than 60 s"))
+    assert not is_momentary(raised_from(FileNotFoundError(errno.ENOENT, "No such file")))
+    assert not is_momentary(raised_from(OSError("image file is truncated")))
+    assert not is_momentary(KeyError("messages"))
 
 
 NAMES = ["grows", "shrinks", "comes", "goes", "stays"]
