@@ -128,11 +128,11 @@ def _weights_of_data_sets(batch: Batch, positions: Tensor, weights: Tensor) -> d
     names = list(dict.fromkeys(batch.data_sets))
     if len(names) < 2:
         return dict.fromkeys(names, weights)
-    # A last sub-sequence that is all padding belongs to no data set.
-    numbers = torch.tensor([*(names.index(name) for name in batch.data_sets), -1])
-    number = model_inputs.to_device(numbers[batch.sequences()], weights.device).index_select(
-        1, positions
-    )
+    sequences = batch.sequences()
+    # Sequences that are all padding come last, and belong to no data set.
+    numbers = torch.full((int(sequences.max()) + 1,), -1)
+    numbers[: len(batch.data_sets)] = torch.tensor([names.index(one) for one in batch.data_sets])
+    number = model_inputs.to_device(numbers[sequences], weights.device).index_select(1, positions)
     return {name: weights.where(number == i, 0.0) for i, name in enumerate(names)}
 
 

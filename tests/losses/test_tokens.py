@@ -38,6 +38,19 @@ def test_a_module_function_is_found() -> None:
     assert tokens.find_loss(path) is tokens.cross_entropy
 
 
+def test_losses_of_data_sets_leave_out_rows_of_padding_alone() -> None:
+    """Micro-batches of fixed shape have such rows where records cannot be used."""
+    batch: Any = SimpleNamespace(
+        data_sets=["b", "a"], sequences=lambda: torch.arange(4)[:, None].expand(4, 3)
+    )
+    weights = torch.ones(4, 2)
+    found = tokens._weights_of_data_sets(batch, torch.tensor([0, 2]), weights)
+    assert {name: part.sum(1).tolist() for name, part in found.items()} == {
+        "b": [2, 0, 0, 0],
+        "a": [0, 2, 0, 0],
+    }
+
+
 @pytest.mark.parametrize(
     ("found", "told"),
     [

@@ -48,6 +48,7 @@ def read_interleaved(record: Mapping[str, Any], folder: MediaFolder) -> Document
     if len(texts) != len(images):
         raise BadSample(f"texts has {len(texts)} entries and images {len(images)}; pad with null.")
     parts: list[str | Media] = []
+    options = options_of_all(record)
     for index, (text, image) in enumerate(zip(texts, images, strict=True)):
         if (text is None) == (image is None):
             raise BadSample(f"entry {index}: exactly one of texts and images must be null.")
@@ -58,7 +59,7 @@ def read_interleaved(record: Mapping[str, Any], folder: MediaFolder) -> Document
                 f"entry {index}: {tag[0]} in texts: the lists give the places of images, so take "
                 "the tag out."
             )
-        parts.append(text if image is None else folder.resolve("image", image))
+        parts.append(text if image is None else folder.resolve("image", image, options))
     return _make_document(parts, record)
 
 

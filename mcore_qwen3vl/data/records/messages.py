@@ -154,8 +154,9 @@ def _with_used_media_only(
     """Return the record with only the images, videos and objects that the messages use."""
     contents = [message.get(text) for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
+    reasoning = (message.get("reasoning_content") for message in messages)
     texts = [
-        *(content for content in contents if isinstance(content, str)),
+        *(content for content in (*contents, *reasoning) if isinstance(content, str)),
         *(part["text"] for part in parts if isinstance(part, Mapping) and "text" in part),
     ]
     cut = dict(record)

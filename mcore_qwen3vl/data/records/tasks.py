@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from mcore_qwen3vl.data.records.media import MediaFolder
+from mcore_qwen3vl.data.records.media import MediaFolder, options_of_all
 from mcore_qwen3vl.data.records.messages import MESSAGES, Conversation, read_messages
 from mcore_qwen3vl.data.records.nested import NestedForm, parse_nested, rows_of
 from mcore_qwen3vl.data.records.parse import (
@@ -267,13 +267,15 @@ def parse_retrieval(
         query has the score as its target.
     """
     seen, prompts = Observed(record), {}
+    options = options_of_all(seen)
     for name, text, media in _texts_with_media(seen):
         if isinstance(text, str) and not text.strip() and not any(media.values()):
             raise BadSample(f"{name} is empty.")
         try:
             text = _INPUTS.parse(text, "it")
             messages = reading.add_system_prompt(messages_of(text))
-            conversation = {**media, "messages": messages, _ARGUMENTS: seen.get(_ARGUMENTS)}
+            conversation = {**options, **media, "messages": messages}
+            conversation[_ARGUMENTS] = seen.get(_ARGUMENTS)
             read = read_messages(conversation, folder, prompt=True)
             plain = isinstance(text, Mapping) and "role" not in text
             prompts[name] = replace(

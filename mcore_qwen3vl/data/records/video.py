@@ -80,18 +80,16 @@ def probe_video(media: Media) -> VideoMetadata:
 def _count_frames(container: Any, stream: Any) -> int:
     """Return how many frames of a video are shown.
 
-    Some containers (WebM) do not state the count. The count of an MP4 includes frames that its edit
-    list leaves out: a phone makes such a list when it trims a video. Then packets are counted, as
-    torchcodec does.
+    Some containers (WebM, MPEG-TS) do not state the count, which is 0 then. The count of an MP4
+    includes frames that its edit list leaves out: a phone makes such a list when it trims a video.
+    Then packets are counted, as torchcodec does.
     """
-    whole = stream.frames and stream.duration is None
-    if (
-        whole
-        or stream.frames
-        <= round((stream.duration or 0) * stream.time_base * stream.average_rate)
-        > 0
-    ):
-        return int(stream.frames)
+    stated = stream.frames
+    if stream.duration is not None:
+        shown = round(stream.duration * stream.time_base * stream.average_rate)
+        stated = stated if stated <= shown else 0
+    if stated:
+        return int(stated)
     return sum(packet.size > 0 and not packet.is_discard for packet in container.demux(stream))
 
 
@@ -239,10 +237,10 @@ def load_frames(media: Media, indices: np.ndarray) -> np.ndarray:
     if isinstance(media.content, tuple):
         return _load_listed(media.content, media.name)
     wanted = sorted(set(indices.tolist()))
-    frames = None
+    frames: dict[int, np.ndarray] | None = None
     if wanted and wanted[-1] + 1 > _SPARSE * len(wanted):
         frames = _decode_by_seeking(media, wanted)
-    if frames is None:
+    if frames is None or len(frames) < len(wanted):  # a transport stream has no index to seek by
         frames = _decode_in_order(media, wanted)
     if len(frames) < len(wanted):
         raise BadSample(

@@ -9,7 +9,7 @@ import pytest
 
 from mcore_qwen3vl.data.records.documents import Document
 from mcore_qwen3vl.data.records.media import MediaFolder
-from mcore_qwen3vl.data.records.messages import Conversation
+from mcore_qwen3vl.data.records.messages import Conversation, records_of_turns
 from mcore_qwen3vl.data.records.parse import parse_record
 from mcore_qwen3vl.data.records.reading import BadSample
 from tests.data.conftest import chat, write_png
@@ -77,3 +77,23 @@ def test_objects_that_do_not_fit_are_refused(objects: Any, message: str, folder:
 def test_other_keys_of_objects_are_named(folder: Path) -> None:
     (left,) = parsed(folder, "<bbox>", {"ref": ["a"], "bbox": [[0, 0]], "area": 3}).unused
     assert (left.where, left.name) == ("objects", "area")
+
+
+def test_a_record_of_each_turn_has_the_objects_of_its_reasoning_too() -> None:
+    record = {
+        "messages": [
+            {"role": "user", "content": "find <ref-object>"},
+            {"role": "assistant", "reasoning_content": "near <bbox>", "content": "<bbox>"},
+            {"role": "user", "content": "and <ref-object>"},
+            {"role": "assistant", "reasoning_content": "at <bbox>", "content": "<bbox>"},
+        ],
+        "objects": {"ref": ["a", "b"], "bbox": [[n, 1, 2, 2] for n in range(4)]},
+    }
+    record["objects"]["bbox_type"] = "norm1000"
+    folder = MediaFolder(Path(), {})
+    whole = parse_record(record, folder).messages
+    assert "[3, 1, 2, 2]" in str(whole[3])
+    for number, one in enumerate(records_of_turns(record), 1):
+        told = [message["content"] for message in parse_record(one, folder).messages]
+        assert told == [message["content"] for message in whole[: 2 * number]]
+    assert number == 2

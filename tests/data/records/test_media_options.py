@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from PIL import Image
 from transformers.video_utils import VideoMetadata, read_video_pyav
 
 from mcore_qwen3vl.data.encoding.pixels import PixelLoader
-from mcore_qwen3vl.data.records.reading import BadSample
+from mcore_qwen3vl.data.records import tasks
+from mcore_qwen3vl.data.records.media import MediaFolder, MediaOptions
+from mcore_qwen3vl.data.records.parse import parse_record
+from mcore_qwen3vl.data.records.reading import PLAIN, BadSample
 from tests.data.conftest import chat, write_png
 from tests.data.encoding.test_planning import assert_pixels_are_hf_s, planned
 
@@ -222,6 +226,43 @@ def test_pixels_of_each_frame(processor: Any, folder: Path) -> None:
     size = {"shortest_edge": 8 * 8 * 5, "longest_edge": 24 * 24 * 5}
     record = about(video(FRAMES, min_pixels=64, max_pixels=576))
     equals(processor, record, folder, listed(folder), [0, 1, 2, 3, 4], 2.0, size=size)
+
+
+MESSAGES = [{"role": "user", "content": "<image>a"}, {"role": "assistant", "content": "b"}]
+OF_A_RECORD: dict[str, Callable[[Any, MediaFolder], Any]] = {
+    "messages": lambda of, at: parse_record({"messages": MESSAGES, "images": ["i"], **of}, at),
+    "caption": lambda of, at: parse_record({"text": "a", "images": ["i"], **of}, at),
+    "tags": lambda of, at: parse_record({"text": "a<image>", "images": ["i"], **of}, at),
+    "texts": lambda of, at: parse_record({"texts": [None, "a"], "images": ["i", None], **of}, at),
+    "chosen": lambda of, at: tasks.parse_pair(
+        {"messages": MESSAGES[:1], "images": ["i"], "chosen": "b", "rejected": "c", **of}, at
+    )["chosen"],
+    "label": lambda of, at: tasks.parse_labelled(
+        {"messages": MESSAGES, "images": ["i"], "label": True, **of}, at
+    ),
+    "query": lambda of, at: tasks.parse_retrieval(
+        {"query": {"image": "i", "text": "a"}, "positive": "b", **of}, at
+    )["query"],
+    "image of a query": lambda of, at: tasks.parse_retrieval(
+        {"query": "<image>a", "image": "i", "positive": "b", **of}, at
+    )["query"],
+    "negative": lambda of, at: tasks.parse_retrieval(
+        {"query": "q", "positive": "p", "negatives": [{"image": "i", "text": "a"}], **of}, at
+    )["negative 0"],
+    "class": lambda of, at: tasks.parse_classification(
+        {"image": "i", "text": "a", "label": 1, **of}, at, PLAIN, None
+    ),
+}
+
+
+@pytest.mark.parametrize("form", OF_A_RECORD)
+def test_pixels_of_a_record_are_those_of_its_media_in_every_form(form: str) -> None:
+    folder = MediaFolder(Path(), {"i": b"an image"})
+    of_record = {"max_pixels": 256, "min_pixels": 64}
+    (image,) = OF_A_RECORD[form](of_record, folder).media
+    assert (image.options.min_pixels, image.options.max_pixels) == (64, 256)
+    (image,) = OF_A_RECORD[form]({}, folder).media
+    assert image.options == MediaOptions()
 
 
 def test_pixels_of_images(processor: Any, folder: Path) -> None:

@@ -24,22 +24,13 @@ def write(
     *,
     frames: int = 120,
     uneven: bool = False,
-    rotation: int | None = None,
-    matrix: list[int] | None = None,
     **options: str,
 ) -> Media:
-    """Write a video whose frames all differ; `uneven` ones are shown for unequal times.
-
-    A `rotation`, counter-clockwise, or a display `matrix` says how players show it.
-    """
+    """Write a video whose frames all differ; `uneven` ones are shown for unequal times."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=25, options=options)
         stream.height, stream.width, stream.pix_fmt = 48, 64, "yuv420p"
         stream.codec_context.time_base = Fraction(1, 1000)
-        if rotation is not None:
-            stream.set_display_rotation(rotation)
-        if matrix is not None:
-            stream.set_display_matrix(matrix)
         time = 0
         for index in range(frames):
             picture = np.zeros((48, 64, 3), np.uint8)
@@ -50,6 +41,28 @@ def write(
             time += 40 + (index * 37 % 90 if uneven else 0)
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
+    return Media("video", path, path.name)
+
+
+def with_display(
+    media: Media, *, rotation: int | None = None, matrix: list[int] | None = None
+) -> Media:
+    """Write the packets of a video into another, and how players show it, which is returned.
+
+    A `rotation` is counter-clockwise. The frames are not encoded again, which x264 does not always
+    do to the same bits.
+    """
+    path = Path(str(media.content)).with_name("shown.mp4")
+    with av.open(str(media.content)) as source, av.open(str(path), "w") as target:
+        stream = target.add_stream_from_template(source.streams.video[0])
+        if rotation is not None:
+            stream.set_display_rotation(rotation)
+        if matrix is not None:
+            stream.set_display_matrix(matrix)
+        for packet in source.demux(video=0):
+            if packet.size:
+                packet.stream = stream
+                target.mux(packet)
     return Media("video", path, path.name)
 
 
@@ -79,6 +92,35 @@ def test_seeking_gives_the_frames_of_decoding_everything(
         assert sought is not None
         assert all(np.array_equal(sought[index], every[index]) for index in wanted), indices
         assert np.array_equal(load_frames(media, np.array(indices)), every[indices])
+
+
+@pytest.mark.parametrize(
+    ("name", "codec", "frames"),
+    [
+        ("a.ts", "libx264", 60),
+        ("a.mpg", "mpeg2video", 60),
+        ("a.wmv", "wmv2", 60),
+        ("a.mkv", "libx264", 2),
+    ],
+)
+def test_frames_are_counted_where_a_duration_is_stated_and_no_count(
+    name: str, codec: str, frames: int, tmp_path: Path
+) -> None:
+    with av.open(str(tmp_path / name), "w") as container:
+        stream = container.add_stream(codec, rate=25)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for index in range(frames):
+            picture = np.full((48, 64, 3), 4 * index, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    with av.open(str(tmp_path / name)) as container:
+        (stream,) = container.streams.video
+        assert (stream.frames, stream.duration is None) == (0, False)
+        every = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
+    media = Media("video", tmp_path / name, name)
+    assert probe_video(media).total_num_frames == len(every) == frames
+    wanted = np.array([0, frames // 2, frames - 1])
+    assert np.array_equal(load_frames(media, wanted), np.stack(every)[wanted])
 
 
 @pytest.mark.parametrize("name", ["b frames", "mpeg4", "vp9"])
@@ -188,7 +230,7 @@ def test_frames_are_turned_and_mirrored_as_players_show_them(
     matrix = [a * PIXEL_16, b * PIXEL_16, 0, c * PIXEL_16, d * PIXEL_16, 0, 0, 0, 1 << 30]
     plain = write(tmp_path / "plain.mp4", "libx264", frames=40, g="10")
     stored = load_frames(plain, np.arange(40))
-    held = write(tmp_path / "held.mp4", "libx264", frames=40, matrix=matrix, g="10")
+    held = with_display(plain, matrix=matrix)
     metadata = probe_video(held)
     shown = np.empty((40, metadata.height, metadata.width, 3), np.uint8)
     ys, xs = np.mgrid[:48, :64]
@@ -200,8 +242,8 @@ def test_frames_are_turned_and_mirrored_as_players_show_them(
 
 def test_a_quarter_turn_is_that_of_pyav(tmp_path: Path) -> None:
     plain = write(tmp_path / "plain.mp4", "libx264", frames=4)
-    turned = write(tmp_path / "turned.mp4", "libx264", frames=4, rotation=90)
-    with av.open(str(tmp_path / "turned.mp4")) as container:
+    turned = with_display(plain, rotation=90)
+    with av.open(str(turned.content)) as container:
         degrees = next(container.decode(video=0)).rotation
     assert degrees == 90  # counter-clockwise
     expected = np.rot90(load_frames(plain, np.arange(4)), 1, (1, 2))
