@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -322,9 +323,21 @@ def table(title: str, *columns: str, rows: Iterable[Sequence[str]] = ()) -> Tabl
 
 
 def emit_json(data: Any) -> None:
-    """Write `data` as JSON to standard output, which must hold nothing else."""
+    """Write `data` as JSON to standard output, which must hold nothing else.
+
+    A dataclass becomes an object when its turn comes, and the text is not kept: a report has lists
+    with an entry for each sample.
+    """
     json_was_written.set(True)
-    sys.stdout.write(json.dumps(data, indent=2, default=str) + "\n")
+    json.dump(data, sys.stdout, indent=2, default=_as_json)
+    sys.stdout.write("\n")
+
+
+def _as_json(value: Any) -> Any:
+    """Return an object that JSON has no form for as a mapping of its fields, or as text."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return str(value)
 
 
 def present(as_json: bool, data: Any, show: Callable[..., None], *shown: Any) -> None:

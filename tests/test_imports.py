@@ -77,6 +77,7 @@ ORDER = (
     "data.places",
     "data.unread",
     "data.datasets",
+    "data.content",
     "data.order",
     "data.scores",
     "data.sizes",

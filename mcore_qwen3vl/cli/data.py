@@ -2,7 +2,7 @@
 
 from collections import Counter
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -190,7 +190,8 @@ def check(
     if plot is not None:
         plot_report(report, plot)
     if json:
-        facts = {"samples": report.samples, "summary": report.totals(), **asdict(report)}
+        whole = {field.name: getattr(report, field.name) for field in fields(report)}
+        facts = {"samples": report.samples, "summary": report.totals(), **whole}
         console.emit_json(facts)
     else:
         show_report(report)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import inf
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
@@ -55,6 +55,17 @@ class MediaLimits:
             value = getattr(self, budget.name)
             if value is not None and not 0 < value < inf:
                 raise BadInput(f"{flag_of(budget.name)} is {value}; it must be above 0.")
+
+    def over(self, of_run: MediaLimits) -> MediaLimits:
+        """Return these budgets of a data set, and the run's where it has none.
+
+        A most of pixels or of tokens replaces both of the run's.
+        """
+        if self.image_max_pixels or self.image_max_tokens:
+            of_run = replace(of_run, image_max_pixels=None, image_max_tokens=None)
+        if self.video_max_pixels or self.video_max_tokens:
+            of_run = replace(of_run, video_max_pixels=None, video_max_tokens=None)
+        return replace(of_run, **{k: v for k, v in asdict(self).items() if v is not None})
 
     def apply(self, processor: Any) -> None:
         """Set these budgets on an HF ``Qwen3VLProcessor``, in place.
@@ -241,7 +252,8 @@ class Source:
     media_root: Path | None = None
     """Folder that relative paths of media start from; None: the data's own folder."""
     limits: MediaLimits = field(default_factory=MediaLimits)
-    """Budgets of this data set; those that are set replace the run's."""
+    """Budgets of this data set; those that are set replace the run's. A most of pixels or of tokens
+    replaces both of the run's, since a token is so many pixels."""
     max_samples: int | None = None
     """Number of samples to read, from the first; None: all."""
     name: str | None = None

@@ -230,7 +230,8 @@ class BalancedTaskEncoder(Qwen3VLTaskEncoder):
         """Return, as JSON, the settings that the sizes of a data set depend on."""
         source = self._sources[factory.subflavors[SOURCE]]
         hook = source.reading.preprocess
-        of_source = [repr(source.reading), repr(source.limits), hook and digest_of_hook(hook)]
+        limits = source.limits.over(self.config.media_limits)
+        of_source = [repr(source.reading), repr(limits), hook and digest_of_hook(hook)]
         return json.dumps([self._settings, *of_source])
 
     def _look_for_usable(self, source: int) -> None:

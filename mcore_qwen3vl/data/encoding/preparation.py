@@ -27,6 +27,7 @@ from mcore_qwen3vl.data.records.reading import (
     parse_template_kwargs,
     record_limit,
 )
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.json_and_yaml import parse_json
 
 
@@ -47,6 +48,7 @@ class Preparation:
 
     def __init__(self, processor: Any, config: DataConfig, sources: Sequence[Source]) -> None:
         """Set the budgets on `processor`, and import the hooks; raise BadInput if either fails."""
+        as_loaded = _with_own_media(processor)
         config.media_limits.apply(processor)
         self._max_seconds = config.max_sample_seconds
         self._sources = list(sources)
@@ -57,7 +59,12 @@ class Preparation:
         self._renderer = Renderer(
             processor, config.document_end, allow_dropped=config.allow_dropped
         )
-        processors = [_with_limits(processor, source.limits) for source in self._sources]
+        processors = [
+            _with_limits(as_loaded, source, config.media_limits)
+            if source.limits != MediaLimits()
+            else processor
+            for source in self._sources
+        ]
         self._planners = [Planner(limited, config) for limited in processors]
         self._pixels = [PixelLoader(limited) for limited in processors]
         self.scale = self._pixels[0].scale  # see PixelLoader
@@ -126,12 +133,19 @@ class Preparation:
             return self._pixels[source].load(plan.media)
 
 
-def _with_limits(processor: Any, limits: MediaLimits) -> Any:
-    """Return a copy of the processor with other budgets, or the processor itself if none is set."""
-    if limits == MediaLimits():
-        return processor
-    limited = copy.copy(processor)
-    limited.image_processor = copy.deepcopy(processor.image_processor)
-    limited.video_processor = copy.deepcopy(processor.video_processor)
-    limits.apply(limited)
+def _with_own_media(processor: Any) -> Any:
+    """Return a copy of a processor whose processors of images and videos are its own."""
+    own = copy.copy(processor)
+    own.image_processor = copy.deepcopy(processor.image_processor)
+    own.video_processor = copy.deepcopy(processor.video_processor)
+    return own
+
+
+def _with_limits(processor: Any, source: Source, of_run: MediaLimits) -> Any:
+    """Return a copy of a processor with the budgets of a data set over those of the run."""
+    limited = _with_own_media(processor)
+    try:
+        source.limits.over(of_run).apply(limited)
+    except BadInput as error:
+        raise BadInput(f"The data set {source.path}: {error}") from None
     return limited

@@ -89,7 +89,7 @@ def _box_texts(objects: Mapping[str, Any], images: Sequence[Media]) -> list[str]
 
 
 def _box_text(box: Any, height: int, width: int) -> str:
-    """Return a box in thousandths, as ``[x, y, x, y]``, of one in an image of that size."""
+    """Return pairs of x and y in thousandths, ``[x, y, ...]``, of an image of that size."""
     if not isinstance(box, list) or not box or len(box) % 2:
         raise BadSample(f"a bbox of objects is {box!r:.60}; a list of x, y, x, y is needed.")
     numbers = [require_number("a coordinate of bbox", value, least=0) for value in box]
