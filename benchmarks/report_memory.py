@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tracemalloc
 from collections.abc import Iterator
-from dataclasses import asdict
+from contextlib import redirect_stdout
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from mcore_qwen3vl.console import emit_json
 from mcore_qwen3vl.data.inspection import DataReport, Finding, Fold
 from mcore_qwen3vl.data.sizes import Size
 from mcore_qwen3vl.verification.figures import write_figures
@@ -42,7 +45,8 @@ def bytes_of_a_sample(count: int) -> tuple[float, float]:
     for values in findings(count):
         fold.add(Finding.from_values(values))
     held, _ = tracemalloc.get_traced_memory()
-    json.dumps({**asdict(report), "path": None})
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+        emit_json({field.name: getattr(report, field.name) for field in fields(report)})
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return held / count, peak / count
