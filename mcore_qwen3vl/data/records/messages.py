@@ -73,6 +73,7 @@ _ROLES = {
         "function_call": _CALL, "observation": "tool", "tool": "tool", "function_response": "tool",
     },
 }  # fmt: skip
+_SPEAKER_AND_TEXT = {"messages": ("role", "content"), "conversations": ("from", "value")}
 _OWN = ("content", "weight", "loss")  # keys of a message that the template does not get
 MESSAGE = Fields(
     "a message",
@@ -126,7 +127,7 @@ def records_of_turns(record: Any) -> list[Any]:
     key = next((key for key in _ROLES if isinstance(record, Mapping) and record.get(key)), None)
     if key is None or _KEYS_OF_OTHER_TASKS & record.keys():
         return [record]
-    speaker, text = ("role", "content") if key == "messages" else ("from", "value")
+    speaker, text = _SPEAKER_AND_TEXT[key]
     turns = _require_turns(record, key)
     for index, turn in enumerate(turns, 1):
         if not isinstance(turn, Mapping):
@@ -143,20 +144,26 @@ def records_of_turns(record: Any) -> list[Any]:
             while start and _is_same_turn(roles[start - 1], roles[start]):
                 start -= 1
             messages = [*prompt[:start], *turns[start : len(prompt) + 1]]
-            records.append({**_with_used_media_only(record, messages, text), key: messages})
+            records.append({**_with_used_media_only(record, key, messages), key: messages})
         prompt.append({**turn, "weight": 0} if answers else turn)
     return records or [record]
 
 
 def _with_used_media_only(
-    record: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], text: str
+    record: Mapping[str, Any], key: str, messages: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return the record with only the images, videos and objects that the messages use."""
-    contents = [message.get(text) for message in messages]
+    speaker, text = _SPEAKER_AND_TEXT[key]
+    # The text of a call is JSON, in which a tag is no place.
+    contents = [one.get(text) for one in messages if _ROLES[key].get(one.get(speaker)) != _CALL]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     reasoning = (message.get("reasoning_content") for message in messages)
     texts = [
-        *(content for content in (*contents, *reasoning) if isinstance(content, str)),
+        *(
+            held
+            for held in (record.get("system"), *contents, *reasoning, *parts)
+            if isinstance(held, str)
+        ),
         *(part["text"] for part in parts if isinstance(part, Mapping) and "text" in part),
     ]
     cut = dict(record)
@@ -167,11 +174,15 @@ def _with_used_media_only(
         )
         left = media_list(record, kind)[:used]
         cut |= {name: left for name in (kind, f"{kind}s") if record.get(name)}
-    if isinstance(objects := record.get("objects"), Mapping):
+    if isinstance(objects := parse_nested(record.get("objects"), "objects"), Mapping):
         kinds = [kind for text in texts for kind in OBJECT_TAG.findall(text)]
         counts = {"ref": kinds.count("ref-object"), "bbox": kinds.count("bbox")}
         counts["image_id"] = counts["bbox"]
-        trimmed = {name: objects[name][:count] for name, count in counts.items() if name in objects}
+        trimmed = {
+            name: objects[name][:count]
+            for name, count in counts.items()
+            if isinstance(objects.get(name), list)
+        }
         cut["objects"] = {**objects, **trimmed}
     return cut
 

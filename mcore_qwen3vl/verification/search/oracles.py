@@ -8,6 +8,7 @@ and the oracle knows it. The entry names the page of the documentation that tell
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.runtime.launch import run_layout
+from mcore_qwen3vl.verification.runs import LOGGED
 from mcore_qwen3vl.verification.search import plain
 from mcore_qwen3vl.verification.search.case import Case
 from mcore_qwen3vl.verification.search.comparing import (
@@ -224,6 +226,20 @@ def _trained_parts(case: Case) -> tuple[str, ...]:
         return (case.value("--trainable"),)
     still = {part for name, *parts in case.flags if name == "--freeze" for part in parts}
     return tuple(part for part in plain.PARTS if part not in still)
+
+
+def part_norms(case: Case, outcome: Outcome, bench: Bench) -> str | None:
+    """The norms of the parts' gradients make the norm of the whole gradient."""
+    # Megatron computes no norm where it clips none.
+    if not outcome.log or float(case.value("--clip-grad", "1")) == 0:
+        return None
+    for step, entry in sorted(outcome.log.items()):
+        whole = entry["grad norm"]
+        parts = math.hypot(*(entry[f"grad norm {part}"] for part in plain.PARTS))
+        # fp16 skips a step whose gradient is infinite.
+        if whole is not None and not agree(whole, parts, LOGGED["grad norm"]):
+            return f"step {step}: the gradient has the norm {whole}, and its parts make {parts}"
+    return ""
 
 
 def never_stopped(case: Case, outcome: Outcome, bench: Bench) -> str | None:
@@ -555,8 +571,9 @@ def _without_numbers(text: str) -> str:
 
 
 ORACLES: tuple[Oracle, ...] = (
-    crashed, each_record_once, frozen, never_stopped, converted_start, single_rank, tokens,
-    plain_loop, unvalidated, export, converted_end, scores, answers, merge, unused, resumes, remedy,
+    crashed, each_record_once, frozen, part_norms, never_stopped, converted_start, single_rank,
+    tokens, plain_loop, unvalidated, export, converted_end, scores, answers, merge, unused, resumes,
+    remedy,
 )  # fmt: skip
 """Those that need no other run come first."""
 

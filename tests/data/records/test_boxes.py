@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,17 @@ def test_other_keys_of_objects_are_named(folder: Path) -> None:
     assert (left.where, left.name) == ("objects", "area")
 
 
+def records_are_read_as(whole: Any, one_of_each_turn: list[Any]) -> None:
+    """Check that the records of a conversation's two turns tell what the conversation tells."""
+    folder = MediaFolder(Path(), {})
+    told = parse_record(whole, folder).messages
+    assert "<" not in str(told)
+    assert len(one_of_each_turn) == 2
+    for one in one_of_each_turn:
+        messages = parse_record(one, folder).messages
+        assert messages == told[: len(messages)]
+
+
 def test_a_record_of_each_turn_has_the_objects_of_its_reasoning_too() -> None:
     record = {
         "messages": [
@@ -87,13 +99,49 @@ def test_a_record_of_each_turn_has_the_objects_of_its_reasoning_too() -> None:
             {"role": "user", "content": "and <ref-object>"},
             {"role": "assistant", "reasoning_content": "at <bbox>", "content": "<bbox>"},
         ],
-        "objects": {"ref": ["a", "b"], "bbox": [[n, 1, 2, 2] for n in range(4)]},
+        "objects": {
+            "ref": ["a", "b"],
+            "bbox": [[n, 1, 2, 2] for n in range(4)],
+            "bbox_type": "norm1000",
+        },
     }
-    record["objects"]["bbox_type"] = "norm1000"
-    folder = MediaFolder(Path(), {})
-    whole = parse_record(record, folder).messages
-    assert "[3, 1, 2, 2]" in str(whole[3])
-    for number, one in enumerate(records_of_turns(record), 1):
-        told = [message["content"] for message in parse_record(one, folder).messages]
-        assert told == [message["content"] for message in whole[: 2 * number]]
-    assert number == 2
+    records_are_read_as(record, records_of_turns(record))
+
+
+@pytest.mark.parametrize("form", [dict, json.dumps])
+def test_a_record_of_each_turn_has_the_objects_of_its_system_text_and_strings_in_lists(
+    form: Any,
+) -> None:
+    record = {
+        "system": "You see <ref-object>.",
+        "messages": [
+            {"role": "user", "content": ["find <ref-object>"]},
+            {"role": "assistant", "content": ["a ", {"type": "text", "text": "<ref-object>"}]},
+            {"role": "user", "content": "more"},
+            {"role": "assistant", "content": "<ref-object>"},
+        ],
+        "objects": form({"ref": ["a", "b", "c", "d"], "bbox": None, "bbox_type": "norm1000"}),
+    }
+    first, second = records_of_turns(record)
+    assert first["objects"]["ref"] == ["a", "b", "c"]
+    records_are_read_as(record, [first, second])
+
+
+def test_a_tag_in_the_json_of_a_call_is_no_place_of_an_object_or_an_image(folder: Path) -> None:
+    call = {"name": "draw", "arguments": {"text": "<ref-object><image>"}}
+    record = {
+        "messages": [
+            {"role": "user", "content": "<image>look"},
+            {"role": "tool_call", "content": json.dumps(call)},
+            {"role": "tool_response", "content": "done"},
+            {"role": "user", "content": "<image>name it"},
+            {"role": "assistant", "content": "<ref-object>"},
+        ],
+        "images": ["wide.png", "tall.png"],
+        "objects": {"ref": ["a"]},
+    }
+    first, second = records_of_turns(record)
+    assert (first["images"], first["objects"]["ref"]) == (["wide.png"], [])
+    assert (second["images"], second["objects"]["ref"]) == (["wide.png", "tall.png"], ["a"])
+    for one in (first, second):
+        parse_record(one, MediaFolder(folder, {}))

@@ -23,6 +23,8 @@ from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.tiny_checkpoint import FamilyName
 from mcore_qwen3vl.training.checkpoints import data_state
 from mcore_qwen3vl.training.forward_step import ForwardStep
+from mcore_qwen3vl.training.logs import step_report
+from mcore_qwen3vl.training.optimizer import part_grad_norms
 from mcore_qwen3vl.training.run import Run
 from mcore_qwen3vl.verification.runs import LOGGED
 from mcore_qwen3vl.verification.search import (
@@ -498,6 +500,21 @@ def test_a_validation_that_changes_the_training_is_found(
     _, verdict = oracles.judge(case, bench, (oracles.unvalidated,))
     assert verdict is not None
     assert verdict.text.startswith("step 2: ")
+
+
+def test_a_norm_of_a_part_that_is_not_of_the_gradient_is_found(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_a_scaled_loss(model: list[Any]) -> dict[str, Any]:
+        return {part: 2 * norm for part, norm in part_grad_norms(model).items()}
+
+    case = Case(records=records.lines(Random(1), (records.text_only,), 4, False))
+    assert oracles.part_norms(case, bench.run(case), bench) == ""
+    bench.clear()
+    monkeypatch.setattr(step_report, "part_grad_norms", of_a_scaled_loss)
+    _, verdict = oracles.judge(case, bench, (oracles.part_norms,))
+    assert verdict is not None
+    assert verdict.text.startswith("step 1: the gradient has the norm")
 
 
 def test_a_process_that_breaks_does_not_end_a_search_as_done(
