@@ -155,7 +155,9 @@ def _with_used_media_only(
     """Return the record with only the images, videos and objects that the messages use."""
     speaker, text = _SPEAKER_AND_TEXT[key]
     # The text of a call is JSON, in which a tag is no place.
-    contents = [one.get(text) for one in messages if _ROLES[key].get(one.get(speaker)) != _CALL]
+    contents = [
+        one.get(text) for one in messages if _ROLES[key].get(str(one.get(speaker))) != _CALL
+    ]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     reasoning = (message.get("reasoning_content") for message in messages)
     texts = [
