@@ -40,6 +40,8 @@ class GatheringDispatcher(MoEAlltoAllTokenDispatcher):
         return (
             config.moe_expert_capacity_factor is None
             and not config.moe_router_padding_for_quantization
+            # Routes that are replayed name one expert several times for tokens that are padding.
+            and not config.moe_enable_routing_replay
         )
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
