@@ -21,10 +21,13 @@ import pytest
 
 pytest.importorskip("vllm", reason="make test-vllm makes an environment that has vLLM")
 
+from transformers import AutoTokenizer
+
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verification.rollout.causes import MEANING
 from mcore_qwen3vl.verification.rollout.comparison import RolloutRequest, compare_rollout
 from mcore_qwen3vl.verification.rollout.server import Sampling
+from tests.generation.modes import ANSWERS, QUESTION, train_both_modes
 from tests.vllm.conftest import InVllm, Models, Prompts, environment
 from tests.vllm.engine import NEW_TOKENS
 from tests.vllm.ours import (
@@ -132,6 +135,29 @@ def test_the_server_answers_about_a_picture(
     assert choice["token_ids"] == expected.token_ids
     assert choice["message"]["content"] == expected.text
     assert answer["usage"]["prompt_tokens"] == expected.prompt_tokens
+
+
+def test_a_model_that_was_taught_both_modes_thinks_when_it_is_asked_to(tmp_path: Path) -> None:
+    """The server's prompt and answer are those of `generate`, by the same template arguments."""
+    export = train_both_modes(tmp_path)
+    turns = [{"role": "user", "content": QUESTION}]
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    with server(export, tmp_path / "log", "--dtype", "bfloat16") as address:
+        for thinks, expected in ANSWERS.items():
+            arguments = {"enable_thinking": thinks}
+            body = {
+                "model": str(export),
+                "messages": turns,
+                "temperature": 0,
+                "max_tokens": 64,
+                "return_token_ids": True,
+                "chat_template_kwargs": arguments,
+            }
+            answer = post(f"{address}/v1/chat/completions", body)
+            (choice,) = answer["choices"]
+            assert choice["message"]["content"] == expected
+            prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, **arguments)
+            assert answer["prompt_token_ids"] == prompt["input_ids"]
 
 
 def test_verify_rollout_agrees_with_the_server(
