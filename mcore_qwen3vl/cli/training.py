@@ -116,10 +116,19 @@ def rehearse(
         bool,
         typer.Option(
             "--estimate",
-            help="Only print the memory of each pipeline stage by a formula, which takes a second; "
-            "for bf16 with the distributed optimizer.",
+            help="Only print the memory of each pipeline stage and the size of checkpoints by a "
+            "formula, which takes a second; for bf16 with the distributed optimizer.",
         ),
     ] = False,
+    disk_gb_per_s: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-3,
+            metavar="GB",
+            help="With --estimate: speed of the shared file system, to say how long a checkpoint "
+            "takes.",
+        ),
+    ] = None,
     tokens: Annotated[
         float | None,
         typer.Option(
@@ -152,6 +161,8 @@ def rehearse(
     """
     if estimate and (fit or report is not None):
         raise BadInput("--estimate rehearses nothing: drop it, or --fit and --report.")
+    if disk_gb_per_s is not None and not estimate:
+        raise BadInput("--disk-gb-per-s is for --estimate: add it, or drop --disk-gb-per-s.")
     if tokens is not None and not math.isfinite(tokens):
         raise BadInput(f"--tokens is {tokens}: give a number, such as 100e9.")
     if estimate and tokens is not None:
@@ -173,6 +184,7 @@ def rehearse(
         write_page,
     )
     from mcore_qwen3vl.rehearsal.search import (
+        checkpoint_size,
         memory_of_stages,
         search,
         suggest_remedies,
@@ -186,8 +198,15 @@ def rehearse(
     options = Options(find_gpu(gpu), memory_gib, allowance_gib, kinds, routing, assumed, tokens)
     architecture = checked_architecture(command) if not fit else command.line.architecture
     if estimate:
-        stages = memory_of_stages(command, architecture, trained_counts(command, architecture))
-        print_estimate(command, architecture, stages, json=json)
+        trained = trained_counts(command, architecture)
+        print_estimate(
+            command,
+            architecture,
+            memory_of_stages(command, architecture, trained),
+            checkpoint_size(command, architecture, trained),
+            disk_gb_per_s=disk_gb_per_s,
+            json=json,
+        )
         return
     if fit:
         with console.progress("searching") as say, Rehearser(options, say) as rehearser:

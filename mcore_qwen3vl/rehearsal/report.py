@@ -17,7 +17,7 @@ from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.rehearsal.rehearse import Rehearsal, RoleOutcome
 from mcore_qwen3vl.rehearsal.search import NODE, Fit
 from mcore_qwen3vl.runtime.gpus import GIB
-from mcore_qwen3vl.training.memory import Memory
+from mcore_qwen3vl.training.memory import GB, CheckpointSize, Memory
 
 HOST_SYNCS_SHOWN = 8
 TRAFFIC_SHOWN = 8
@@ -111,9 +111,18 @@ def _days(fit: Fit) -> str:
 
 
 def print_estimate(
-    command: Command, architecture: Architecture, stages: Sequence[Memory], *, json: bool
+    command: Command,
+    architecture: Architecture,
+    stages: Sequence[Memory],
+    checkpoint: CheckpointSize,
+    *,
+    disk_gb_per_s: float | None,
+    json: bool,
 ) -> None:
-    """Print the modelled memory of a rank of each pipeline stage."""
+    """Print the modelled memory of a rank of each pipeline stage, and the size of checkpoints.
+
+    With the speed of the file system, for all ranks together, it says the time they take.
+    """
     layout, kind = command.layout, "modelled, not measured"
     layers = layout.layers_per_stage(architecture.num_hidden_layers)
     if json:
@@ -122,7 +131,10 @@ def print_estimate(
             for count, stage in zip(layers, stages, strict=True)
         ]
         heads = {"kind": kind, "unit": "bytes", "layout": str(layout), "gpus": command.gpus}
-        console.emit_json({**heads, "stages": listing})
+        sizes: dict[str, Any] = asdict(checkpoint)
+        if disk_gb_per_s is not None:
+            sizes |= {f"{name}_seconds": _seconds(x, disk_gb_per_s) for name, x in sizes.items()}
+        console.emit_json({**heads, "stages": listing, "checkpoint": sizes})
         return
     _print_table(
         f"GB on one GPU of each pipeline stage, {kind}: {layout}, GPUs: {command.gpus}",
@@ -133,6 +145,18 @@ def print_estimate(
         ],
     )
     console.output.print("Fragmentation, NCCL's buffers and the CUDA context come on top.")
+    saved, loaded = (
+        f"{in_gb(size)} GB"
+        + ("" if disk_gb_per_s is None else f" ({_seconds(size, disk_gb_per_s):,.0f} s)")
+        for size in (checkpoint.saved, checkpoint.loaded)
+    )
+    console.output.print(
+        f"All ranks together write {saved} for a checkpoint, and read {loaded} at a start."
+    )
+
+
+def _seconds(size: float, gb_per_s: float) -> float:
+    return size / GB / gb_per_s
 
 
 def _print_memory(rehearsal: Rehearsal) -> None:

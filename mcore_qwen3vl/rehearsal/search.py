@@ -208,6 +208,15 @@ def memory_of_stages(
     return memory.stages_of_settings(command.settings, architecture, layout, trained)
 
 
+def checkpoint_size(
+    command: Command, architecture: Architecture, trained: TrainedCounts | None
+) -> memory.CheckpointSize:
+    """Return the modelled size of the run's checkpoints."""
+    stages = memory_of_stages(command, architecture, trained)
+    mtp = bool(command.settings.loop.mtp_num_layers)
+    return memory.checkpoint_size(architecture, command.layout, stages, trained, mtp=mtp)
+
+
 def step_seconds(
     command: Command, architecture: Architecture, gpu: Gpu, constants: Constants
 ) -> float:

@@ -58,6 +58,42 @@ class Memory:
         return f"{self.total / GB:.1f} GB a GPU ({listing})"
 
 
+@dataclass(frozen=True)
+class CheckpointSize:
+    """Bytes that a run of all ranks writes for a checkpoint, and reads at a start.
+
+    Attributes:
+        saved: weights and the optimizer's state, each once. Of a LoRA run, those of the adapter.
+        loaded: what every rank holds of them. Ranks with the same weights read them each for
+            itself, and a LoRA run also reads the model (``--load-hf``).
+    """
+
+    saved: float
+    loaded: float
+
+
+def checkpoint_size(
+    a: Architecture,
+    layout: Layout,
+    stages: Sequence[Memory],
+    trained: TrainedCounts | None = None,
+    *,
+    mtp: bool = False,
+) -> CheckpointSize:
+    """Return the size of a run's checkpoints.
+
+    Args:
+        stages: the memory of a rank of each pipeline stage, see :func:`estimate_stages`.
+        trained: None if everything trains.
+    """
+    count = sum((parameters.count(a, mtp=mtp) if trained is None else trained).values())
+    ranks = layout.world_size // layout.pp
+    return CheckpointSize(
+        saved=(WEIGHT + OPTIMIZER) * count,
+        loaded=sum(ranks * (stage.weights + stage.optimizer) for stage in stages),
+    )
+
+
 def estimate_stages(
     a: Architecture,
     layout: Layout,

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mcore_qwen3vl.config import Architecture
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.published_configs import PUBLISHED
 from mcore_qwen3vl.rehearsal.command import Command
 from mcore_qwen3vl.rehearsal.search import FULL_RECOMPUTE, memory_of_stages
+from mcore_qwen3vl.tiny import write_tiny_checkpoint
+from mcore_qwen3vl.tiny.records import write_image_qa
 from mcore_qwen3vl.tiny.tiny_checkpoint import write_stand_in
 from mcore_qwen3vl.training import memory
 from tests.command import exit_code
@@ -74,11 +79,48 @@ def test_a_lora_run_has_states_for_its_factors_alone(capsys: pytest.CaptureFixtu
     assert 0 < optimizer[1] < optimizer[0] / 50
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_checkpoint_has_the_size_that_is_said(
+    lora: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its tensors, that is: those of a tiny model are small beside what describes them."""
+    model, data = write_tiny_checkpoint(tmp_path / "model", moe=True), tmp_path / "data"
+    words = [
+        "--hf-model", model, "--load-hf", model, "--data-path", write_image_qa(data, 8), "--bf16",
+        "--use-distributed-optimizer", "--expert-model-parallel-size", "2", "--seq-length", "256",
+        "--train-iters", "1", "--global-batch-size", "2", "--micro-batch-size", "1", "--lr", "1e-3",
+        *(("--lora-rank", "4", "--lora-target", "all-linear") if lora else ()),
+    ]  # fmt: skip
+    estimate = ("rehearse", "--estimate", "--gpus", "2", "--json", "--disk-gb-per-s", "2")
+    assert exit_code(*estimate, *words) == 0
+    said = json.loads(capsys.readouterr().out)["checkpoint"]
+    save = tmp_path / "save"
+    assert exit_code("train", "--processes", "2", "--cpu", *words, "--save", save) == 0
+    metadata = FileSystemReader(save / "iter_0000001").read_metadata().state_dict_metadata
+    tensors = [one for one in metadata.values() if isinstance(one, TensorStorageMetadata)]
+    held = sum(one.size.numel() * one.properties.dtype.itemsize for one in tensors)
+    assert said["saved"] == pytest.approx(held, rel=0.01)
+    assert said["saved_seconds"] == said["saved"] / 2e9
+
+
+def test_a_start_reads_what_each_rank_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two data-parallel ranks read the weights twice, and each a half of the optimizer's state."""
+    loaded = []
+    for gpus in (1, 2):
+        assert run("2b", gpus, options=("--json",)) == 0
+        checkpoint = json.loads(capsys.readouterr().out)["checkpoint"]
+        loaded.append(checkpoint["loaded"])
+    assert loaded[0] == checkpoint["saved"]
+    assert loaded[1] - loaded[0] == pytest.approx(checkpoint["saved"] * 2 / 14)
+
+
 def test_it_is_a_table_and_what_does_not_divide_is_refused(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert run("2b", 2, *UNEVEN) == 0
+    assert run("2b", 2, *UNEVEN, options=("--disk-gb-per-s", "2")) == 0
     table = capsys.readouterr().out
+    assert re.search(r"write \d+\.\d GB \(\d+ s\) for a checkpoint, and read", table)
     assert "modelled, not measured" in table
     rows = [line.split()[:2] for line in table.splitlines() if line.strip()[:1].isdigit()]
     assert rows == [["0", "11"], ["1", "17"]]
@@ -87,6 +129,8 @@ def test_it_is_a_table_and_what_does_not_divide_is_refused(
     assert run("2b", 8, options=("--fit",)) == 2
     assert run("2b", 8, options=("--tokens", "1e9")) == 2
     assert "--estimate rehearses nothing: drop it" in capsys.readouterr().err
+    assert exit_code("rehearse", "--disk-gb-per-s", "2", "sft_8b") == 2
+    assert "--disk-gb-per-s is for --estimate" in capsys.readouterr().err
 
 
 @pytest.mark.slow  # two rehearsals each
