@@ -12,7 +12,7 @@ PYTEST := python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadsc
 # Some machines forbid Python to keep bytecode; without it each process takes twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo shell train-demo test test-slow test-all test-durations test-contexts tests-of numerics test-trl test-clusters test-ray test-trackers test-muon test-te test-verl test-grpo test-vllm test-versions test-megatron lint docs parity parity-2b search bench-convert gpu-check release clean
+.PHONY: help demo shell train-demo test test-slow test-all test-durations test-contexts tests-of numerics test-trl test-clusters test-ray test-slurm test-trackers test-muon test-te test-verl test-grpo test-vllm test-versions test-megatron lint docs parity parity-2b search bench-convert gpu-check release clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -58,6 +58,11 @@ test-clusters: $(ENVIRONMENT) ## SkyPilot checks its file, Kubeflow's schema the
 
 test-ray: $(ENVIRONMENT) ## parts as tasks of Ray, installed for it, one worker killed
 	$(UV) run --quiet --with 'ray>=2.60,<2.61' python -m pytest tests/launch/test_ray.py $(ARGS)
+
+test-slurm: $(ENVIRONMENT) ## a launch script in a Slurm of two nodes on this machine (Debian's slurm-wlm and munge; root)
+	@command -v slurmctld slurmd munged >/dev/null && test "$$(id -u)" = 0 || \
+	  { echo 'install slurm-wlm and munge, and run this as root' >&2; exit 2; }
+	$(RUN)python -m pytest tests/launch/test_slurm.py $(ARGS)
 
 test-trackers: $(ENVIRONMENT) ## runs with W&B, MLflow, SwanLab and Trackio, installed for it, offline
 	$(UV) run --quiet --with 'wandb>=0.31,<0.32' --with 'mlflow-skinny>=3.17,<4' \

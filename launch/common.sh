@@ -11,6 +11,7 @@
 # GPUS_PER_NODE, MASTER_PORT, FP8=1, TP_OVERLAP=1, DEEPEP=1, EP_OVERLAP=1; without Slurm MASTER_ADDR
 # and NODE_RANK.
 # Kubeflow (pytorchjob.yaml, trainjob.yaml) and SkyPilot (skypilot.yaml) set the nodes and their names themselves.
+# REQUEUE=1: a Slurm job whose run stops before its end, or fails, goes back into the queue if it has saved a checkpoint.
 # CHECK_RANKS=0 skips the check that the layout divides the ranks.
 # LAUNCH_DIR is the path of this folder, in case Slurm cannot tell where a script comes from.
 set -euo pipefail
@@ -27,6 +28,9 @@ if [[ -z ${SLURM_JOB_ID:-} ]]; then
     MASTER_ADDR=${MASTER_ADDR:-${PET_MASTER_ADDR:-${addresses%%$'\n'*}}}
     MASTER_PORT=${MASTER_PORT:-${PET_MASTER_PORT:-}}
 fi
+# With --exclusive, Slurm counts all GPUs of a node, while srun gives as many as were asked for: [TYPE:]NUMBER.
+asked=${SLURM_GPUS_PER_NODE:-}
+GPUS_PER_NODE=${GPUS_PER_NODE:-${asked##*:}}
 GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}
 MASTER_PORT=${MASTER_PORT:-29500}
 # Seconds for a step and a checkpoint after SIGTERM. torchrun's 30 s would kill a rank while it saves.
@@ -117,7 +121,7 @@ usage() {
 # check_switches: refuse a switch in the environment that is neither 0 nor 1.
 check_switches() {
     local name
-    for name in FP8 TP_OVERLAP DEEPEP EP_OVERLAP; do
+    for name in FP8 TP_OVERLAP DEEPEP EP_OVERLAP REQUEUE; do
         [[ ${!name:-0} == [01] ]] || refuse "$name is '${!name}': 1 switches it on, 0 off."
     done
 }
@@ -185,6 +189,30 @@ check_flags() {
     return "$code"
 }
 
+# newest_step FOLDER: print the step of the newest checkpoint of a run; nothing if it has none.
+newest_step() {
+    cat "$1/latest_checkpointed_iteration.txt" 2>/dev/null || true
+}
+
+# run_and_requeue FOLDER COMMAND...: run the command. If it ends otherwise than well, put the Slurm job back into the
+# queue, but only if the command has saved a checkpoint in FOLDER: otherwise it would end in the same way again.
+run_and_requeue() {
+    local folder=$1 code=0 before
+    shift
+    before=$(newest_step "$folder")
+    "$@" || code=$?
+    # A job that somebody has cancelled is no longer running.
+    if ((code)) && [[ $(squeue --noheader --format %T --jobs "$SLURM_JOB_ID") == RUNNING ]]; then
+        if [[ $(newest_step "$folder") == "$before" ]]; then
+            printf 'REQUEUE=1: the run has saved no checkpoint since it started, so the job ends.\n' >&2
+        else
+            printf 'REQUEUE=1: the job goes back into the queue, and then on from %s.\n' "$folder" >&2
+            scontrol requeue "$SLURM_JOB_ID"
+        fi
+    fi
+    exit "$code"
+}
+
 # train FLAGS...: run launch/train.py on NODES x GPUS_PER_NODE ranks, or print the command.
 train() {
     local flags=() dry_run=0 flag
@@ -202,6 +230,11 @@ train() {
     fi
     check_counts "$NODES" "$GPUS_PER_NODE"
     if [[ ${CHECK_RANKS:-1} == 1 ]]; then check_ranks "${flags[@]}"; fi
+    local save
+    save=$(value_of --save "" "${flags[@]}")
+    if [[ ${REQUEUE:-0} == 1 && $dry_run == 0 && (-z ${SLURM_JOB_ID:-} || -z $save) ]]; then
+        refuse "REQUEUE=1 needs a Slurm job, and --save with the checkpoints to go on from."
+    fi
     local command=(torchrun --nnodes "$NODES" --nproc-per-node "$GPUS_PER_NODE")
     if [[ -n ${SLURM_JOB_ID:-} ]]; then
         local head_node
@@ -235,5 +268,6 @@ train() {
         return
     fi
     check_flags "${flags[@]}" || exit 2
+    if [[ ${REQUEUE:-0} == 1 ]]; then run_and_requeue "$save" "${command[@]}"; fi
     exec "${command[@]}"
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --open-mode=append
 # Qwen3-VL-235B-A22B, LoRA of the language model at 8k packed: two nodes of 8xH100-80GB.
 #
 # Layout: the weights alone take 470 GB. PP 2 gives each node half of the layers, and EP 8 divides their

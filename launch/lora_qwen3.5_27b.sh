@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-#SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+#SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --open-mode=append
 # Qwen3.5-27B, LoRA of the language model at 8k packed: one node of 8xH100-80GB.
 #
 # Layout: TP 2 with CP 2 exchanges less than TP 4, and leaves room for the activations of all 64

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-#SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+#SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --open-mode=append
 # Qwen3.5-9B, LoRA of the language model at 8k packed: one node of 8xH100-80GB.
 #
 # Layout: frozen weights have no gradients and no optimizer states, so the model fits one GPU and all

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-#SBATCH --nodes=32 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+#SBATCH --nodes=32 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --open-mode=append
 # Qwen3-VL-235B-A22B, continued pretraining at 8k packed: 32 nodes of 8xH100-80GB.
 #
 # Layout: as for fine-tuning, but without CP, and with eight data-parallel ranks and 64 micro-batches

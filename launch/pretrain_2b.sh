@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --open-mode=append
 # Qwen3-VL-2B, continued pretraining at 8k packed: two nodes of 8xH100-80GB.
 #
 # Layout: as for fine-tuning. More data-parallel ranks divide the optimizer states further.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-#SBATCH --nodes=8 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+#SBATCH --nodes=8 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --open-mode=append
 # Qwen3-VL-30B-A3B, continued pretraining at 8k packed: eight nodes of 8xH100-80GB.
 #
 # Layout: enough data-parallel ranks divide the optimizer states to do without TP, whose exchange is

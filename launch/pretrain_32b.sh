@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-#SBATCH --nodes=8 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+#SBATCH --nodes=8 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --open-mode=append
 # Qwen3-VL-32B, continued pretraining at 8k packed: eight nodes of 8xH100-80GB.
 #
 # Layout: TP 4 with SP exchanges half as much as TP 8, and PP 2 makes room for it; the global batch

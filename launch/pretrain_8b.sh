@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-#SBATCH --nodes=4 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+#SBATCH --nodes=4 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --open-mode=append
 # Qwen3-VL-8B, continued pretraining at 8k packed: four nodes of 8xH100-80GB.
 #
 # Layout: sixteen data-parallel ranks divide the optimizer states far enough for TP 2, which communicates

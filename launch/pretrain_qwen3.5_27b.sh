@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-#SBATCH --nodes=8 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+#SBATCH --nodes=8 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --open-mode=append
 # Qwen3.5-27B, continued pretraining at 8k packed: eight nodes of 8xH100-80GB.
 #
 # Layout: as for fine-tuning. Twice as many data-parallel ranks divide the optimizer states further,

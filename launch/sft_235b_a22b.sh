@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-#SBATCH --nodes=16 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+#SBATCH --nodes=16 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --open-mode=append
 # Qwen3-VL-235B-A22B, full fine-tuning at 8k packed: sixteen nodes of 8xH100-80GB.
 #
 # Layout: TP 4 is the most that its four key/value heads allow. With CP 2, TP x CP fills a node, and EP 8

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+#SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --open-mode=append
 # Qwen3-VL-30B-A3B, full fine-tuning at 8k packed: two nodes of 8xH100-80GB.
 #
 # Layout: EP 8 keeps the tokens' exchange inside a node. TP 2 with SP halves logits and vision work;

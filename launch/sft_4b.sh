@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-#SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+#SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --open-mode=append
 # Qwen3-VL-4B, full fine-tuning at 8k packed: one node of 8xH100-80GB.
 #
 # Layout: the model fits one GPU, so all eight are data parallel and nothing is exchanged inside a

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-#SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+#SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --open-mode=append
 # Qwen3-VL-8B, full fine-tuning at 8k packed: one node of 8xH100-80GB.
 #
 # Layout: TP 2 with SP is the least that fits. A step is modelled 14 % shorter than with TP 4, which

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-#SBATCH --nodes=4 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+#SBATCH --nodes=4 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --open-mode=append
 # Qwen3.5-27B, full fine-tuning at 8k packed: four nodes of 8xH100-80GB.
 #
 # Layout: chosen with rehearse --fit (docs/measurements/layouts.md has those that lost). TP 2 with CP 4 fills a

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-#SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+#SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --open-mode=append
 # Qwen3.5-9B, full fine-tuning at 8k packed: one node of 8xH100-80GB.
 #
 # Layout: TP 2 with SP, because without TP weights, gradients and optimizer states alone are 74 GB.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-#SBATCH --nodes=128 --ntasks-per-node=1 --gpus-per-node=8 --exclusive
+#SBATCH --nodes=128 --ntasks-per-node=1 --gpus-per-node=8 --exclusive --open-mode=append
 # Qwen3.8-2.4T-A95B, a language model alone, full fine-tuning at 8k packed: 128 nodes of 8xH100-80GB.
 #
 # Layout: EP 64 leaves each GPU eight experts of a layer. TP 4 is the most that the four key/value heads

@@ -35,7 +35,8 @@ FOREIGN = {
     "launch": {"--dry-run"},
     "lmms-eval": {"--gen_kwargs", "--include_path", "--model_args"},
     "sbatch": {
-        *("--array", "--dependency", "--nodes", "--gpus-per-node", "--signal", "--requeue"),
+        *("--array", "--dependency", "--exclusive", "--gpus-per-node", "--nodes"),
+        *("--requeue", "--signal", "--time"),
     },
     "srun": {"--kill-on-bad-exit"},
     "verification.curves": {"--resume"},

@@ -257,6 +257,63 @@ def test_the_slurm_job_says_how_many_nodes_and_gpus(
     assert done.stderr == ("error: NODES is 2 and the Slurm job has 4 nodes: leave NODES out.\n")
 
 
+@pytest.mark.parametrize("asked", ["4", "h100:4"])
+def test_a_job_with_a_part_of_a_nodes_gpus_starts_as_many_ranks(
+    asked: str, sbatch: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    """With --exclusive, Slurm says that all 8 are on the node, and shows 4 to what srun starts."""
+    job = {"SLURM_GPUS_PER_NODE": asked, "SLURM_GPUS_ON_NODE": "8"}
+    words = shlex.split(sbatch(LAUNCH / "sft_8b.sh", **job).stdout)
+    assert words[words.index("--nproc-per-node") + 1] == "4"
+
+
+SRUN = r"""#!/bin/sh
+if [ -n "$SAVES" ]; then printf "$SAVES" > save/latest_checkpointed_iteration.txt; fi
+exit "$ENDS"
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "before", "saves", "state", "requeued"),
+    [
+        ("1", "", "4", "RUNNING", True),
+        ("143", "4", "6", "RUNNING", True),
+        ("1", "4", "", "RUNNING", False),
+        ("1", "", "", "RUNNING", False),
+        ("143", "4", "6", "COMPLETING", False),
+        ("0", "4", "8", "RUNNING", False),
+    ],
+)
+def test_a_job_goes_back_into_the_queue_if_its_run_has_saved(
+    ends: str, before: str, saves: str, state: str, requeued: bool, tmp_path: Path
+) -> None:
+    """Otherwise it would fail in the same way again. A cancelled job is no longer running."""
+    (tmp_path / "save").mkdir()
+    if before:
+        (tmp_path / "save" / "latest_checkpointed_iteration.txt").write_text(before)
+    for name, text in {
+        "srun": SRUN,
+        "squeue": f'#!/bin/sh\ntest "$*" = "--noheader --format %T --jobs 7" && echo {state}\n',
+        "scontrol": '#!/bin/sh\necho "$*" >> asked.txt\n',
+        "python3": "#!/bin/sh\n",  # checks the flags
+    }.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "n1", "REQUEUE": "1"}
+    done = subprocess.run(
+        ["bash", str(LAUNCH / "sft_8b.sh"), "--save", "save"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", **job, "ENDS": ends, "SAVES": saves},
+        check=False,
+    )
+    assert done.returncode == int(ends), done.stderr
+    asked = (tmp_path / "asked.txt").read_text().splitlines()
+    assert ("requeue 7" in asked) == requeued
+    assert ("REQUEUE=1" in done.stderr) == (ends != "0" and state == "RUNNING")
+
+
 def test_nodes_off_slurm() -> None:
     words = final_command(LAUNCH / "sft_8b.sh", NODES="4")
     assert words[words.index("--nnodes") + 1] == "4"
@@ -273,6 +330,7 @@ def test_nodes_off_slurm() -> None:
         ("sft_8b", (), {"NODES": "four"}, "'four' is not a number"),
         ("sft_8b", ("--global-batch-size=064",), {}, "--global-batch-size is '064'"),
         ("sft_8b", (), {"FP8": "true"}, "FP8 is 'true': 1 switches it on"),
+        ("sft_8b", (), {"REQUEUE": "3"}, "REQUEUE is '3': 1 switches it on"),
     ],
 )  # fmt: skip
 def test_ranks_that_cannot_be_divided_are_refused(
@@ -317,6 +375,17 @@ def test_several_nodes_are_not_started_without_their_names() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "MASTER_ADDR" in done.stderr
+
+
+@pytest.mark.parametrize(("flags", "job"), [(["--save", "run"], {}), ([], {"SLURM_JOB_ID": "7"})])
+def test_requeue_needs_a_job_and_a_folder_of_checkpoints(
+    flags: list[str], job: dict[str, str]
+) -> None:
+    command = ["bash", str(LAUNCH / "sft_8b.sh"), *flags]
+    environment = {"PATH": "/usr/bin:/bin", "REQUEUE": "1", **job}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: REQUEUE=1 needs a Slurm job, and --save with")
 
 
 @pytest.mark.parametrize(

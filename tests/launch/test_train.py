@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
@@ -158,3 +160,38 @@ def test_bad_input_is_one_error_and_exit_code_2(
     (error,) = [line for line in text.splitlines() if line.startswith("error: ")]
     assert message in error
     assert "Traceback" not in text
+
+
+def test_two_nodes_without_a_scheduler_go_on_after_one_has_lost_its_rank(
+    files: dict[str, str], tmp_path: Path
+) -> None:
+    """The second node starts again before the first has ended, and waits for it."""
+    log = tmp_path / "log.jsonl"
+    command = COMMANDS["script"] + words(
+        files, "--cpu", "--tensor-model-parallel-size", 2, "--sequence-parallel",
+        "--save", tmp_path / "save", "--save-interval", 3, "--log-json", log,
+    )  # fmt: skip
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+
+    def start_node(number: int) -> subprocess.Popen[bytes]:
+        node = {"NODES": "2", "NODE_RANK": str(number), "GPUS_PER_NODE": "1"}
+        node |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        return start(command, tmp_path / f"node{number}.txt", **node)
+
+    first, second = start_node(0), start_node(1)
+    deadline = time.monotonic() + PATIENCE
+    while len(entries(log)) < 4:
+        assert first.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    (rank,) = psutil.Process(second.pid).children()
+    rank.kill()
+    assert second.wait(PATIENCE) != 0
+    second = start_node(1)
+    assert first.wait(PATIENCE) != 0
+    first = start_node(0)
+    said = [(tmp_path / f"node{number}.txt").read_text()[-3000:] for number in (0, 1)]
+    assert [node.wait(PATIENCE) for node in (first, second)] == [0, 0], said
+    assert [entry["iteration"] for entry in entries(log)] == [1, 2, 3, 4, *range(4, STEPS + 1)]
