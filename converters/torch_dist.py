@@ -87,6 +87,12 @@ class TorchDistCheckpoint(MegatronCheckpoint):
             return arguments_in(load(file))
         return arguments_in(next(self.objects("common_state"), None))
 
+    def common_state(self) -> Mapping[str, Any]:
+        """Return what all ranks have in common as plain data; empty before Megatron 0.19."""
+        state = next(self.objects("common_state"), None)
+        first = state[0] if isinstance(state, list) and state else state
+        return first if isinstance(first, Mapping) else {}
+
     def objects(self, name: str) -> Iterator[Any]:
         """Yield what Megatron keeps beside tensors under a name, a shard at a time, as plain data.
 

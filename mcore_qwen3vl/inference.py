@@ -152,6 +152,12 @@ def read_adapter_for(
     return adapter
 
 
+def require_device(*, on_cpu: bool, purpose: str) -> None:
+    """Raise BadInput if there is no GPU and the CPU is not to be used."""
+    if not (on_cpu or torch.cuda.device_count()):
+        raise BadInput(f"There is no GPU here: pass --cpu to {purpose} on the CPU.")
+
+
 def on_all_ranks(on_rank: Callable[[], Any], layout: Layout, *, on_cpu: bool, purpose: str) -> Any:
     """Call `on_rank` on torchrun's ranks if torchrun started us, otherwise on ranks started here.
 
@@ -167,8 +173,7 @@ def on_all_ranks(on_rank: Callable[[], Any], layout: Layout, *, on_cpu: bool, pu
     """
     if dist.is_initialized():
         return on_rank()
-    if not (on_cpu or torch.cuda.device_count()):
-        raise BadInput(f"There is no GPU here: pass --cpu to {purpose} on the CPU.")
+    require_device(on_cpu=on_cpu, purpose=purpose)
     if "RANK" in os.environ:
         if not on_cpu:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

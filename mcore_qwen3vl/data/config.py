@@ -166,6 +166,8 @@ class DataConfig:
     bad_fraction_floor: int = 100
     """count at least this many records for --max-bad-fraction, so that a few bad ones at the start
     do not stop the run"""
+    counts_again: bool = False
+    """Whether a bad record counts whenever it is read, as in each validation, and not only once."""
     max_sample_seconds: float = 60.0
     """skip a sample as bad if its hook, template or decoding takes longer; 0: no limit"""
     # Decoding takes about 20 bytes a pixel. The default is the size from which PIL warns; PIL

@@ -372,6 +372,10 @@ class _Ordered(SavableDataset[Any]):
     def can_restore_sample(self) -> bool:
         return True
 
+    def restore_state(self, state: Any) -> None:
+        # Version 0.1.0 saved no start for packed records, which began with the first.
+        super().restore_state({"_start": 0, **state})
+
     def config(self) -> dict[str, Any]:
         return {"type": type(self).__qualname__}
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from mcore_qwen3vl import console
 from mcore_qwen3vl.config import Architecture, read_config_file
 from mcore_qwen3vl.data.config import DataConfig, MediaLimits, Source, parse_sources
+from mcore_qwen3vl.data.content import digest_of_hook
 from mcore_qwen3vl.data.datasets import CrudeSamples, unread_of
 from mcore_qwen3vl.data.indexes import fingerprint
 from mcore_qwen3vl.data.processor import load_processor, vocabulary_fingerprint
@@ -164,7 +165,7 @@ class _ScoringJob:
         self._multiple = length_multiple(layout.cp, layout.tp, layout.sp)
         self._config = _data_config(request, architecture, self._multiple)
         self._block = request.buffer * layout.dp
-        settings = _settings(request, samples.paths, self._config, self._block)
+        settings = _settings(request, self._model.folder, samples.paths, self._config, self._block)
         if request.top_k:  # hashed only then: it takes seconds
             tokenizer = load_processor(self._model.folder).tokenizer
             settings["vocabulary"] = vocabulary_fingerprint(tokenizer, architecture.vocab_size)
@@ -301,9 +302,14 @@ def _data_config(request: ScoreRequest, architecture: Architecture, multiple: in
 
 
 def _settings(
-    request: ScoreRequest, paths: Sequence[Path], config: DataConfig, block: int
+    request: ScoreRequest, hf: Path, paths: Sequence[Path], config: DataConfig, block: int
 ) -> dict[str, Any]:
-    """Return all that a line depends on; a run continues only with the same settings."""
+    """Return all that a line depends on; a run continues only with the same settings.
+
+    Args:
+        hf: the folder of config, tokenizer and processor.
+    """
+    hooks = [source.reading.preprocess for source in request.sources()]
     names = (
         "split", "preprocess", "train_on", "chat_template_kwargs", "allow_dropped", "spec", "dtype",
         "task", "answers", "temperature", "entropy", "top_k",
@@ -311,7 +317,9 @@ def _settings(
     return {
         **{name: getattr(request, name) for name in names},
         "data": _data_identity(request, paths),
+        "hooks": [hook and digest_of_hook(hook) for hook in hooks],
         "checkpoint": _checkpoint_identity(request.checkpoint),
+        "hf_model": _checkpoint_identity(hf),
         "lora": None if request.lora is None else _checkpoint_identity(request.lora),
         "layout": str(request.layout),
         "packing": config.packing,

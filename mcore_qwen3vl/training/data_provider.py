@@ -78,6 +78,7 @@ def validation_config(settings: Settings) -> DataConfig:
         micro_batch_size=settings.loop.eval_micro_batch_size,
         pad_to_longest=config.pad_to_longest or config.packing,
         length_multiple=_length_multiple(settings),
+        counts_again=True,
     )
 
 

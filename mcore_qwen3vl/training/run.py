@@ -419,7 +419,8 @@ class Run:
         """Train a step, or leave it out."""
         iteration = self.args.curr_iteration + 1
         if self.settings.loop.leaves_out(iteration):
-            result = self._leave_out(original, *args, **kwargs)
+            with self.metrics.leave_out():
+                result = self._leave_out(original, *args, **kwargs)
         else:
             result = original(*args, **kwargs)
         self.records.write(iteration)

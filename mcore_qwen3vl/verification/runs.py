@@ -133,9 +133,7 @@ class SavedStep:
 
     @cached_property
     def _common(self) -> Mapping[str, Any]:
-        state = next(self.tensors.objects("common_state"), None)
-        first = state[0] if isinstance(state, list) and state else state
-        return first if isinstance(first, Mapping) else {}
+        return self.tensors.common_state()
 
     @cached_property
     def arguments(self) -> Mapping[str, Any]:

@@ -14,10 +14,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from megatron.energon import WorkerConfig
 
 from mcore_qwen3vl.data import DataConfig, Loader, Source, redistribute
 from mcore_qwen3vl.data.config import parse_sources
-from mcore_qwen3vl.data.order import Order
+from mcore_qwen3vl.data.order import Order, Stream
 from mcore_qwen3vl.data.readers import tables
 from mcore_qwen3vl.data.readers.tables import TableReader
 from mcore_qwen3vl.errors import BadInput
@@ -110,6 +111,14 @@ def test_packs_hold_no_record_again_before_all_others(
             assert is_even(seen)
         epochs += len(seen) == (epochs + 1) * COUNT
     assert epochs >= 3
+
+
+def test_packed_records_go_on_from_a_state_of_version_0_1_0_which_names_no_start() -> None:
+    workers = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    numbers: Any = [Numbers(9)]
+    stream = Stream(Order(numbers, seed=3), numbers, workers, shared=False)
+    stream.restore_state({"__class__": "Stream", "_taken": 4})
+    assert (stream._start, stream._taken) == (0, 4)
 
 
 @pytest.mark.parametrize("config", [PADDED, PACKED, BALANCED], ids=["padded", "packed", "balanced"])

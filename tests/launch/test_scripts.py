@@ -219,6 +219,13 @@ def test_a_flag_that_is_overridden_is_not_in_the_command() -> None:
     assert words[-7:] == ["--freeze", "vision", "a b", "--num-workers", "1", "--lr", "4e-6"]
 
 
+def test_a_warm_up_in_steps_overrides_the_scripts_part_of_all_steps(tmp_path: Path) -> None:
+    words = final_command(LAUNCH / "sft_8b.sh", "--lr-warmup-iters", "5")
+    assert [word for word in words if "warmup" in word] == ["--lr-warmup-iters"]
+    args = parsed(LAUNCH / "sft_8b.sh", tmp_path, "--lr-warmup-iters=5").args
+    assert (args.lr_warmup_iters, args.lr_warmup_fraction) == (5, None)
+
+
 @pytest.mark.parametrize("name", ["sft_30b_a3b", "pretrain_2b", "lora_235b_a22b"])
 def test_sbatch_starts_one_torchrun_a_node(
     name: str, sbatch: Callable[..., subprocess.CompletedProcess[str]]

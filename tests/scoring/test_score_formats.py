@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,26 @@ def test_a_bad_record_of_a_table_has_one_name(
     assert flaw.sample == f"{data}[2]"
     assert f"record {flaw.sample} left out: " in capfd.readouterr().err
     assert [(one["record"], "error" in one) for one in found] == [(1, 0), (2, 1), (3, 0)]
+
+
+@pytest.mark.parametrize("changed", ["hooks", "hf_model"])
+def test_what_was_begun_with_another_hook_or_template_is_not_continued(
+    changed: str, dense: Path, tmp_path: Path
+) -> None:
+    from mcore_qwen3vl.scoring.score import _ScoringJob
+
+    data, hook, hf = tmp_path / "data.jsonl", tmp_path / "hook.py", tmp_path / "hf"
+    data.write_text(json.dumps(chat(("user", "a"), ("assistant", "b"))))
+    hook.write_text("def f(record):\n    return record\n")
+    shutil.copytree(dense, hf)
+    request = ScoreRequest(dense, data, tmp_path / "out.jsonl", hf=hf, preprocess=f"{hook}:f")
+    _ScoringJob(request).output.open()
+    if changed == "hooks":
+        hook.write_text("def f(record):\n    return {**record, 'weight': 1.0}\n")
+    else:
+        (hf / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(BadInput, match=rf"begun with other settings \({changed}\)"):
+        score(request, on_cpu=True)
 
 
 def test_what_was_begun_on_other_files_is_not_continued(dense: Path, tmp_path: Path) -> None:

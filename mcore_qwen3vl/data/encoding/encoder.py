@@ -98,7 +98,9 @@ class Qwen3VLTaskEncoder(TaskEncoder[RawSample, PlannedRecord, Batch, Batch]):
     ) -> None:
         require_fitting(processor, architecture)
         self.config = config
-        self.guard = BadSampleGuard(config.max_bad_fraction, config.bad_fraction_floor)
+        self.guard = BadSampleGuard(
+            config.max_bad_fraction, config.bad_fraction_floor, counts_again=config.counts_again
+        )
         self.preparation = Preparation(processor, config, sources)
         self._sidecars: Sequence[OpenSidecar] = ()  # one for each source, if the loss reads any
         if config.sidecar is not None:

@@ -26,16 +26,17 @@ OVERLONG_IN_A_ROW = 1000
 
 
 class BadSampleGuard:
-    """One worker's count of records that could not be used, each counted and logged once.
+    """One worker's count of records that could not be used, each logged once.
 
     Over-long samples are left out by policy: they are counted separately, and stop the run only
     after :data:`OVERLONG_IN_A_ROW` of them.
     """
 
-    def __init__(self, max_fraction: float, floor: int) -> None:
-        """Start counting; `floor` is ``bad_fraction_floor`` of the config."""
+    def __init__(self, max_fraction: float, floor: int, *, counts_again: bool = False) -> None:
+        """Start counting; `floor` and `counts_again` are fields of the config, which explains."""
         self._max_fraction = max_fraction
         self._floor = floor
+        self._counts_again = counts_again
         self._records = floor
         self._bad: set[str] = set()
         self._named: set[Unused] = set()
@@ -141,7 +142,8 @@ class BadSampleGuard:
     def _count_bad(self, name: str, error: Exception) -> None:
         """Count and log a bad record, once in all epochs; raise BadInput if there are too many."""
         self._count_unusable(name, error)
-        if name in self._bad:  # counted in an earlier epoch
+        if name in self._bad:  # it was read in an earlier epoch
+            self._skipped += self._counts_again
             return
         self._bad.add(name)
         self._skipped += 1

@@ -323,6 +323,20 @@ def _make_conversation(
     )
 
 
+def place_of_message(record: Mapping[str, Any], number: int) -> int:
+    """Return the place, in the parsed conversation, of a record's message; all count from 0.
+
+    A ``system`` text of the record stands first. Calls of tools go on with the turn before them.
+    The number may be that of the messages: then it is the number of the conversation's.
+    """
+    roles = [_ROLES["messages"].get(turn["role"]) for turn in _require_turns(record, "messages")]
+    begins = [
+        not _is_same_turn(before, role) for before, role in zip([None, *roles], roles, strict=False)
+    ]
+    inside = number < len(roles)
+    return bool(record.get("system")) + sum(begins[: number + inside]) - inside
+
+
 def _is_same_turn(role: str | None, following: str | None) -> bool:
     """Return whether a message goes on with the turn of the one before, given their roles.
 

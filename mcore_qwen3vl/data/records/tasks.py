@@ -18,7 +18,12 @@ from functools import partial
 from typing import Any
 
 from mcore_qwen3vl.data.records.media import MediaFolder, options_of_all
-from mcore_qwen3vl.data.records.messages import MESSAGES, Conversation, read_messages
+from mcore_qwen3vl.data.records.messages import (
+    MESSAGES,
+    Conversation,
+    place_of_message,
+    read_messages,
+)
 from mcore_qwen3vl.data.records.nested import NestedForm, parse_nested, rows_of
 from mcore_qwen3vl.data.records.parse import (
     FORMATS,
@@ -157,13 +162,17 @@ def parse_labelled(
     rest = {k: v for k, v in record.items() if k not in (_LABEL, _PROMPT, _ANSWER, "messages")}
     before = len(messages) - len(answer)
     parsed = _read_compared_answer(rest, _ANSWER, messages, before, folder)
-    if any(map(_has_media, parsed.messages[before:])):
+    own = place_of_message({**rest, "messages": messages}, before)
+    if any(map(_has_media, parsed.messages[own:])):
         raise BadSample("the answer has an image or a video; only the prompt may have them.")
     return replace(parsed, format="labelled", target=float(record[_LABEL]))
 
 
 def _prompt_and_answer(record: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     """Return the messages of a labelled record's prompt, and those of its answer."""
+    of_trl = [key for key in (_PROMPT, _ANSWER) if not _is_missing(record.get(key))]
+    if of_trl and not _is_missing(record.get("messages")):
+        raise BadSample(f"both messages and {of_trl[0]} are given; keep one of them.")
     if record.get(_PROMPT) is not None and record.get(_ANSWER) is not None:
         prompt = _messages_under(record[_PROMPT], _PROMPT, "user")
         return prompt, _messages_under(record[_ANSWER], _ANSWER, "assistant")
@@ -198,17 +207,19 @@ def _read_compared_answer(
     rest: Mapping[str, Any], side: str, messages: list[Any], common: int, folder: MediaFolder
 ) -> Conversation:
     """Read a conversation of which only the messages after the first `common` count in the loss."""
+    whole = {**rest, "messages": messages}
     try:
-        parsed = parse_record({**rest, "messages": messages}, folder)
+        parsed = parse_record(whole, folder)
     except BadSample as error:
         raise BadSample(f"{side}: {error}") from error
     assert isinstance(parsed, Conversation)
-    weights = parsed.weights[common:]
+    own = place_of_message(whole, common)
+    weights = parsed.weights[own:]
     if set(weights) - {0.0, 1.0}:
         raise BadSample(f"{side}: here a message's weight is 0 or 1.")
     if not any(weights):
         raise BadSample(f"{side} has no assistant turn of its own, so nothing would be compared.")
-    return replace(parsed, weights=[0.0] * common + weights, format="preference")
+    return replace(parsed, weights=[0.0] * own + weights, format="preference")
 
 
 def _has_media(message: Mapping[str, Any]) -> bool:
@@ -441,10 +452,10 @@ def parse_classification(
 
     Without `labels` the record needs none. Of `reading` only the system prompt counts.
     """
-    rest = {key: value for key, value in record.items() if key not in (_LABEL, *_INPUT)}
+    rest = {key: value for key, value in record.items() if key != _LABEL}
     messages = record.get("messages")
     if messages is None:
-        messages = messages_of({key: record[key] for key in _INPUT if key in record})
+        messages = messages_of({key: rest.pop(key) for key in _INPUT if key in rest})
     messages = rows_of(parse_nested(messages, "messages"), "messages")
     if not isinstance(messages, list):
         raise BadSample("messages must be a list of messages.")

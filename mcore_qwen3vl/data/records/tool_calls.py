@@ -13,10 +13,16 @@ _CALLED = Fields("a tool call", ("name", "arguments"))
 
 
 def with_tool_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `message` with OpenAI's older ``function_call`` rewritten as ``tool_calls``."""
+    """Return `message` with OpenAI's older ``function_call`` rewritten as ``tool_calls``.
+
+    Raises:
+        BadSample: it has both.
+    """
     call = message.get("function_call")
     if call is None or call == "":
         return message
+    if message.get("tool_calls") not in (None, "", [], "[]", "null"):
+        raise BadSample("a message has both tool_calls and function_call; keep one of them.")
     kept = {name: value for name, value in message.items() if name != "function_call"}
     return {**kept, "tool_calls": [{"type": "function", "function": call}]}
 

@@ -27,6 +27,8 @@ from mcore_qwen3vl.converters.identify import (
 )
 from mcore_qwen3vl.converters.mapping.forms import head_of
 from mcore_qwen3vl.converters.storage.staging import discard_remains, targets_of_remains
+from mcore_qwen3vl.converters.torch_dist import TorchDistCheckpoint
+from mcore_qwen3vl.converters.torch_pickle import METADATA
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.training.arguments.settings import Settings
 from mcore_qwen3vl.training.checkpoints import companions, data_state, resume
@@ -103,7 +105,7 @@ class RunCheckpoints:
             self._clear_exports(0)
             return result
         if scheduler is not None:
-            self._set_rates(scheduler)
+            self._set_rates(scheduler, Path(folder) / folder_name(step))
         self._trained = model, optimizer
         if optimizer is not None:
             check_state_of_weights(optimizer, folder)
@@ -129,15 +131,28 @@ class RunCheckpoints:
         original(saved, **kwargs)
         self._run.contract.check_arguments(saved)
 
-    def _set_rates(self, scheduler: Any) -> None:
-        """Complete what Megatron sets of a resumed run's schedule of rates."""
+    def _set_rates(self, scheduler: Any, checkpoint: Path) -> None:
+        """Complete what Megatron sets of a resumed run's schedule of rates; all ranks call this."""
         if self._run.args.no_load_optim:  # it would begin anew with the optimizer's state
-            scheduler.num_steps = self._run.args.consumed_train_samples
+            scheduler.num_steps = self._saved_place_of_rates(checkpoint)
         if scheduler.use_checkpoint_opt_param_scheduler:
             # Megatron keeps all of it but this, and sets the weight decay after it has used it.
             wsd = self._run.contract.saved_value("schedule", "wsd")
             scheduler.wsd_decay_steps = wsd or scheduler.wsd_decay_steps
         scheduler.step(0)
+
+    def _saved_place_of_rates(self, checkpoint: Path) -> int:
+        """Return how many samples a checkpoint's schedule of rates has counted.
+
+        Steps that were skipped do not count. A checkpoint without an optimizer has no schedule.
+        """
+        args = self._run.args
+        place = [args.consumed_train_samples - args.skipped_train_samples]
+        if dist.get_rank() == 0 and (checkpoint / METADATA).is_file():
+            schedule = TorchDistCheckpoint(checkpoint).common_state().get("opt_param_scheduler")
+            place = [schedule["num_steps"]] if schedule else place
+        dist.broadcast_object_list(place, src=0)
+        return place[0]
 
     def save(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint, and with it the position in the data."""

@@ -57,6 +57,7 @@ class Validations:
         self.exported: int | None = None
         """The step that ``--save-hf`` has as the best."""
         self._kept: int | None = None  # the best step, if its checkpoint is kept only for that
+        self._last_elsewhere = 0  # up to this step, checkpoints are in another folder than --save
 
     @property
     def best(self) -> tuple[int, float] | None:
@@ -102,6 +103,8 @@ class Validations:
             if load == self._checkpoints.save:
                 # A later step than the checkpoint's is one that this run makes again.
                 self._kept, self.exported = (s if s and s <= iteration else None for s in steps)
+            else:
+                self._last_elsewhere = iteration
         forgets = bool(self._losses) and not comparable
         if forgets:
             self._losses, self._kept, self.exported = [], None, None
@@ -125,7 +128,10 @@ class Validations:
     def __str__(self) -> str:
         if self.best is None:
             return "no validation has a loss"
-        kept = f", kept in {self._checkpoints.save}" if self._keeps_best else ""
+        kept = ""
+        if self._keeps_best:
+            own = self.best[0] > self._last_elsewhere
+            kept = f", kept in {self._checkpoints.save if own else self._checkpoints.load}"
         if self.exported == self.best[0]:
             kept += f", exported to {self._exports}/best"
         return f"best validation loss {self.best[1]:.4f} after step {self.best[0]}{kept}"

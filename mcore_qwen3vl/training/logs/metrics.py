@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,21 @@ class Metrics:
         yield
         if self._since is not None:
             self._since += self._clock() - started
+
+    @contextmanager
+    def leave_out(self) -> Iterator[None]:
+        """Leave out the work and the time of a step that trains nothing.
+
+        What its data workers could not use still counts.
+        """
+        work = replace(self._work)
+        with self.pause():
+            yield
+        taken, before = self._work.counts, work.counts
+        unusable = Counts(
+            skipped=taken.skipped - before.skipped, dropped=taken.dropped - before.dropped
+        )
+        self._work = replace(work, counts=before + unusable)
 
     def report(self, group: dist.ProcessGroup) -> dict[str, float]:
         """Return the numbers since the last report, over all ranks.

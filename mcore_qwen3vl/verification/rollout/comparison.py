@@ -19,7 +19,13 @@ from mcore_qwen3vl.data.processor import load_processor, require_fitting
 from mcore_qwen3vl.data.records.reading import BadSample, Reading
 from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.generation.sampling import load_generation_config
-from mcore_qwen3vl.inference import CheckedModel, ModelRequest, hf_folder_of, on_all_ranks
+from mcore_qwen3vl.inference import (
+    CheckedModel,
+    ModelRequest,
+    hf_folder_of,
+    on_all_ranks,
+    require_device,
+)
 from mcore_qwen3vl.model.inputs import length_multiple
 from mcore_qwen3vl.unused.fields import Unused
 from mcore_qwen3vl.verification.measurement import Finding, Measurement
@@ -110,6 +116,7 @@ def compare_rollout(request: RolloutRequest, *, on_cpu: bool = False) -> Rollout
     """
     if "RANK" in os.environ:
         raise BadInput("verify rollout starts its ranks itself: run it without torchrun.")
+    require_device(on_cpu=on_cpu, purpose="verify rollout")  # before the server works in vain
     half, expects_half = _half_of(request)
     models = [
         CheckedModel(replace(request, dtype=dtype), "verify rollout") for dtype in ("fp32", half)

@@ -167,6 +167,65 @@ def test_several_turns_of_their_own_count_unless_their_weight_is_0() -> None:
     assert pair["rejected"].weights == [0, 1]
 
 
+CALL = {"name": "look", "arguments": {}}
+CALLED = [{"role": "tool_call", "content": json.dumps(CALL)}, {"role": "tool", "content": "42"}]
+"""ms-swift's form, in which a call is a message of its own."""
+
+
+@pytest.mark.parametrize("before", [[], [said("I look.")], [{**CALLED[0]}]])
+def test_turns_of_their_own_count_behind_calls_which_are_one_turn_with_what_precedes(
+    before: list[Any],
+) -> None:
+    """As they do where the calls are a key of that turn."""
+    shared = [WHICH, *before, *CALLED]
+    answers = {
+        "chosen": [said("This."), AGAIN, said("Yes.")],
+        "rejected": [said("That."), AGAIN, said("No.")],
+    }
+    pair = parse_pair({"messages": shared, **answers}, FOLDER)
+    for side, answer in answers.items():
+        assert [m["content"] for m in pair[side].messages[-3:]] == [m["content"] for m in answer]
+        assert pair[side].weights == [0, 0, 0, 1, 0, 1]
+        labelled = {"prompt": shared, "completion": answer, "label": True}
+        assert parse_labelled(labelled, FOLDER).weights == [0, 0, 0, 1, 0, 1]
+
+
+def test_a_call_that_goes_on_with_a_shared_turn_makes_it_their_own() -> None:
+    sides = [
+        [{"role": "tool_call", "content": json.dumps({**CALL, "name": name})}] for name in "ab"
+    ]
+    pair = parse_pair(
+        {"messages": [WHICH, said("I look.")], "chosen": sides[0], "rejected": sides[1]}, FOLDER
+    )
+    assert pair["chosen"].weights == [0, 1]
+
+
+def test_a_system_text_of_a_record_moves_no_weight() -> None:
+    whole = {
+        "chosen": [WHICH, SAID, AGAIN, said("Yes.")],
+        "rejected": [WHICH, SAID, user("Really?"), said("No.")],
+    }
+    pair = parse_pair({**whole, "system": "Be brief."}, FOLDER)
+    assert pair["chosen"].weights == pair["rejected"].weights == [0, 0, 0, 0, 1]
+    record = {"system": "Be brief.", "messages": [ASKED, SAID], "images": ["a.png"], "label": True}
+    assert parse_labelled(record, FOLDER).weights == [0, 0, 1]
+
+
+def test_a_classifiers_image_beside_messages_is_used_or_refused() -> None:
+    found = parse_classification(
+        {"messages": [ASKED], "image": "a.png", "label": 1}, FOLDER, PLAIN, SINGLE
+    )
+    assert len(found.media) == 1
+    with pytest.raises(BadSample, match="1 images are given, but only 0"):
+        parse_classification(
+            {"messages": [WHICH], "image": "a.png", "label": 1}, FOLDER, PLAIN, SINGLE
+        )
+    found = parse_classification(
+        {"messages": [WHICH], "text": "More.", "label": 1}, FOLDER, PLAIN, SINGLE
+    )
+    assert [one.name for one in found.unused] == ["text"]
+
+
 def test_the_margin_is_on_the_chosen_side_and_zero_without_one() -> None:
     given: dict[str, Any] = {"messages": [ASKED], "chosen": "a", "rejected": "b"}
     pairs = pair_of(**given, margin=1.5), pair_of(**given)
@@ -317,6 +376,14 @@ REFUSED: dict[Callable[..., Any], list[tuple[dict[str, Any], str]]] = {
         ({"label": 0}, "none of text, image and video"),
     ],
     labelled: [
+        (
+            {"messages": [ASKED, SAID], "prompt": "Which?"},
+            "both messages and prompt are given; keep one",
+        ),
+        (
+            {"prompt": "<image>a", "completion": "b", "messages": [ASKED, SAID]},
+            "both messages and prompt are given; keep one",
+        ),
         ({"prompt": "<image>Which?"}, "needs prompt and completion, or messages"),
         ({"messages": [SAID]}, "needs prompt and completion, or messages"),
         ({"messages": [SAID, ASKED]}, "completion.* no assistant turn"),

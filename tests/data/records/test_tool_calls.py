@@ -214,3 +214,11 @@ def test_pictures_that_a_tool_answers_are_seen(processor: Any, media: Callable[.
     result = rendered(processor, INSTRUCT, talk(Q, CALLED, tool, A))
     assert "<tool_response>\n<|vision_start|><|image_pad|><|vision_end|>a map" in result.text
     assert len(result.media) == 1
+
+
+def test_a_message_with_calls_in_both_forms_is_refused() -> None:
+    both = answered(tool_calls=CALLS, function_call=TEXT_ARGUMENTS)
+    with pytest.raises(BadSample, match="both tool_calls and function_call; keep one"):
+        parsed(talk(Q, both))
+    one = parsed(talk(Q, answered(tool_calls=[], function_call=TEXT_ARGUMENTS)))
+    assert len(one.messages[-1]["tool_calls"]) == 1

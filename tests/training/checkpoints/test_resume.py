@@ -371,3 +371,17 @@ def test_checkpoints_of_another_model_are_not_joined(
     config["text_config"]["rms_norm_eps"] = 0.25
     with pytest.raises(BadInput, match=r"another model than --hf-model"):
         check_companions(two_checkpoints[1], Architecture.from_hf(config))
+
+
+def test_a_new_optimizer_state_goes_on_at_the_saved_place_of_the_schedule(
+    dense: Path, data: Path, tmp_path: Path
+) -> None:
+    """Steps that were left out count for the data, and not for the schedule."""
+    skipping = ("--iterations-to-skip", "1", "--lr-decay-style", "linear")
+    run = job(dense, data, "single", *skipping, "--save-interval", str(HALF))
+    whole, save = train_and_rewind(run, tmp_path)
+    rest = train(run, tmp_path / "rest", "--load", str(save), "--no-load-optim")
+    rates = {entry["iteration"]: entry["learning rate"] for entry in whole}
+    assert {e["iteration"]: e["learning rate"] for e in rest} == {
+        step: rate for step, rate in rates.items() if step > HALF
+    }

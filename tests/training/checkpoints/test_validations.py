@@ -41,11 +41,34 @@ def test_losses_that_no_run_wrote(
         validations_of(tmp_path, monkeypatch).read_losses(4)
 
 
-def validations_of(run: Path, monkeypatch: pytest.MonkeyPatch) -> Validations:
-    """Return those of a run that keeps its best checkpoint in `run`, without a process group."""
+def test_the_best_checkpoint_is_said_to_be_in_the_folder_that_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes on in another folder does not copy it."""
+    losses = [[1, 3.0], [2, 2.0], [3, 2.5]]
+    (tmp_path / "validation.json").write_text(
+        json.dumps({"losses": losses, "best": losses[1], "kept": 2, "exported": None})
+    )
+    for save, held in ((tmp_path, tmp_path), (tmp_path / "other", tmp_path)):
+        validations = validations_of(tmp_path, monkeypatch, save)
+        validations.read_losses(3)
+        assert str(validations).endswith(f"after step 2, kept in {held}")
+    monkeypatch.setattr(Validations, "_write", lambda self: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    validations.add(4, {"lm loss": 1.0})
+    assert str(validations).endswith(f"after step 4, kept in {tmp_path / 'other'}")
+
+
+def validations_of(
+    run: Path, monkeypatch: pytest.MonkeyPatch, save: Path | None = None
+) -> Validations:
+    """Return those of a run that keeps its best checkpoint, without a process group.
+
+    It goes on from `run`, and in it if `save` is None.
+    """
     settings: Any = SimpleNamespace(
         training=SimpleNamespace(keep_best=True, early_stop_patience=None),
-        checkpoints=SimpleNamespace(save=str(run), load=str(run)),
+        checkpoints=SimpleNamespace(save=str(save or run), load=str(run)),
         model=SimpleNamespace(save_hf="exports"),
     )
     monkeypatch.setattr(dist, "get_rank", lambda: 0)

@@ -8,7 +8,7 @@ import re
 import threading
 from collections import Counter
 from functools import cache
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,17 @@ from tests.turns import slow
 def report(path: Path) -> dict[str, float]:
     """Report one micro-batch with an image on rank 0, and two of text on rank 1."""
     architecture = Architecture.from_hf(path)
-    seconds = count(step=2)
-    recorder = metrics.Metrics(architecture, peak_tflops=1e-6, clock=lambda: float(next(seconds)))
+    now = [0.0]
+    recorder = metrics.Metrics(architecture, peak_tflops=1e-6, clock=lambda: now[0])
     rank = dist.get_rank()
     for _ in range(1 + rank):
         recorder.count(batch(architecture, image=rank == 0))
     with recorder.pause():
-        next(seconds)  # time that the report leaves out
+        now[0] += 3  # time that the report leaves out
+    with recorder.leave_out():  # a step that trains nothing
+        recorder.count(batch(architecture, image=True))
+        now[0] += 5
+    now[0] += 4
     return recorder.report(dist.group.WORLD)
 
 
@@ -63,7 +67,7 @@ def test_a_report_covers_all_ranks(dense: Path) -> None:
             "images/s": 1 / 4,
             "patch imbalance": 2.0,
             "packing efficiency": 39 / 48,
-            "skipped samples": 3,
+            "skipped samples": 3 + 2,  # those of the step that is left out, too
             "over-long samples": 0,
             "TFLOP/s/device": operations / 4 / 2 / 1e12,
             "MFU": operations / 4 / 2 / 1e12 / 1e-6,
@@ -351,6 +355,6 @@ def test_a_validation_names_the_number_of_records_that_it_left_out(
     train(job, tmp_path, "--eval-micro-batch-size", "1")
     first, second = (e for e in entries_of(tmp_path) if "validation lm loss" in e)
     assert first["validation over-long samples"] == second["validation over-long samples"] == 3
-    assert first["validation skipped samples"] == 1
+    assert first["validation skipped samples"] == second["validation skipped samples"] == 1
     said = (tmp_path / "output.txt").read_text()
     assert "without 1 skipped samples  without 3 over-long samples" in said

@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
+from mcore_qwen3vl.errors import BadInput
 from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.verification.rollout.causes import (
@@ -327,3 +328,12 @@ def test_a_model_without_a_tower_is_compared(tmp_path: Path) -> None:
     data.write_text("".join(f"{json.dumps(record)}\n" for record in RECORDS[:2]))
     report = compared(checkpoint, data)
     assert report.ok, report.failures
+
+
+def test_a_machine_without_a_gpu_is_told_before_the_server_is_asked(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    request = RolloutRequest(tmp_path / "model", server="http://127.0.0.1:9", data=data)
+    with pytest.raises(BadInput, match="pass --cpu to verify rollout on the CPU"):
+        compare_rollout(request)
