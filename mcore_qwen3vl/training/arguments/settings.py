@@ -58,9 +58,10 @@ class Settings(run.RunSettings):
 
 _SET_ELSEWHERE = (
     *("seq_length", "micro_batch_size", "length_multiple", "micro_batches", "media_limits"),
-    *("records", "inputs", "sidecar"),
+    *("records", "inputs", "sidecar", "counts_again"),
 )
-"""Fields of the data config without a flag: Megatron's flags, the layout or the loss set them."""
+"""Fields of the data config without a flag: Megatron's flags, the layout, the loss, or whether it
+is a validation's set them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
