@@ -161,25 +161,23 @@ check_ranks() {
         refuse "$run take $rows samples at once, which do not divide --global-batch-size $global: append --global-batch-size $(((global / rows + 1) * rows)), or change NODES."
 }
 
-# key_of FLAG: print what the flag sets. The warm-up has three flags, of which one is given.
-key_of() {
-    case ${1%%=*} in
-        --lr-warmup-iters | --lr-warmup-samples) printf -- '--lr-warmup-fraction' ;;
-        *) printf '%s' "${1%%=*}" ;;
-    esac
-}
-
-# drop_overridden: remove from `flags` each use of a flag that a later use overrides.
+# drop_overridden: remove from `flags` each use of a flag that a later use overrides. The warm-up has three flags, of which
+# one is given.
 drop_overridden() {
-    local kept=() i keep=1
+    local kept=() keys=() i keep=1
     local -A last=()
     for i in "${!flags[@]}"; do
-        if [[ ${flags[i]} == --* ]]; then last[$(key_of "${flags[i]}")]=$i; fi
+        if [[ ${flags[i]} != --* ]]; then continue; fi
+        case ${flags[i]%%=*} in
+            --lr-warmup-iters | --lr-warmup-samples) keys[i]=--lr-warmup-fraction ;;
+            *) keys[i]=${flags[i]%%=*} ;;
+        esac
+        last[${keys[i]}]=$i
     done
     for i in "${!flags[@]}"; do
-        if [[ ${flags[i]} == --* ]]; then
+        if [[ -n ${keys[i]:-} ]]; then
             keep=0
-            if [[ ${last[$(key_of "${flags[i]}")]} == "$i" ]]; then keep=1; fi
+            if [[ ${last[${keys[i]}]} == "$i" ]]; then keep=1; fi
         fi
         if ((keep)); then kept+=("${flags[i]}"); fi
     done

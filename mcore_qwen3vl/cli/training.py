@@ -199,11 +199,12 @@ def rehearse(
     architecture = checked_architecture(command) if not fit else command.line.architecture
     if estimate:
         trained = trained_counts(command, architecture)
+        stages = memory_of_stages(command, architecture, trained)
         print_estimate(
             command,
             architecture,
-            memory_of_stages(command, architecture, trained),
-            checkpoint_size(command, architecture, trained),
+            stages,
+            checkpoint_size(command, architecture, stages, trained),
             disk_gb_per_s=disk_gb_per_s,
             json=json,
         )

@@ -209,10 +209,12 @@ def memory_of_stages(
 
 
 def checkpoint_size(
-    command: Command, architecture: Architecture, trained: TrainedCounts | None
+    command: Command,
+    architecture: Architecture,
+    stages: Sequence[memory.Memory],
+    trained: TrainedCounts | None,
 ) -> memory.CheckpointSize:
-    """Return the modelled size of the run's checkpoints."""
-    stages = memory_of_stages(command, architecture, trained)
+    """Return the modelled size of the run's checkpoints; `stages`: see :func:`memory_of_stages`."""
     mtp = bool(command.settings.loop.mtp_num_layers)
     return memory.checkpoint_size(architecture, command.layout, stages, trained, mtp=mtp)
 

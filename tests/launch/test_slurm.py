@@ -23,6 +23,7 @@ import pytest
 
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa
+from tests.free_ports import free_ports
 
 pytestmark = [
     pytest.mark.slow,
@@ -64,16 +65,6 @@ NodeName={nodes[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]}
 NodeName={nodes[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE
 """
-
-
-def free_ports(count: int) -> list[int]:
-    with_port = [socket.socket() for _ in range(count)]
-    for one in with_port:
-        one.bind(("127.0.0.1", 0))
-    ports = [int(one.getsockname()[1]) for one in with_port]
-    for one in with_port:
-        one.close()
-    return ports
 
 
 def wait_for[T](found: Callable[[], T], what: Callable[[], str]) -> T:

